@@ -197,3 +197,31 @@ def test_an_operation_that_a_ragged_gradient_does_not_have_names_it(rank: int, w
     for operation in map(functools.partial, [OPERATIONS[n] for n in OPERATIONS if n not in OF_RAGGED]):
         with pytest.raises(NotImplementedError, match=r"(ragged tensor of shape|parameter).*weight"):
             operation(model[0].weight.grad)
+
+
+@multirank(2)
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("layout", ["rows", "element"])
+def test_a_hook_of_several_gradients_is_called_or_refused(
+    rank: int, world_size: int, layout: str, before: bool
+) -> None:
+    """It may be registered before or after the model is sharded."""
+    for mode in ("any", "all"):
+        model: Any = layers()
+        calls: list[Any] = []
+
+        def register(model: Any = model, calls: list[Any] = calls, mode: str = mode) -> None:
+            torch.autograd.graph.register_multi_grad_hook(tuple(model.parameters()), calls.append, mode=mode)  # type: ignore[arg-type]
+
+        if before:
+            register()
+        sw.fully_shard(model, **LAYOUTS[layout])
+        if not before:
+            register()
+        if mode == "any":
+            backward(model, 0, [rank])
+            backward(model, 1, [rank])
+            assert len(calls) == 2
+            continue
+        with pytest.raises(RuntimeError, match=r"weight' of unit 'Sequential' has a hook .*multi_grad_hook"):
+            backward(model, 0, [rank])

@@ -19,6 +19,7 @@ from shardwright._torch import (
     is_transformed,
     leaf_of,
     post_accumulate_grad_hooks,
+    set_grad,
     set_post_accumulate_grad_hooks,
     watch_backward,
 )
@@ -164,7 +165,7 @@ def _keep(unit: Unit, full: torch.Tensor) -> Callable[[torch.Tensor], None]:
     """Store a gradient that autograd captured in ``.grad`` of the full parameter, where reductions find it."""
 
     def keep(gradient: torch.Tensor) -> None:
-        full.grad = gradient
+        set_grad(full, gradient)
         unit.on_gradient(full)
 
     return keep

@@ -16,6 +16,7 @@ from shardwright._torch import (
     post_accumulate_grad_hooks,
     quick_attributes,
     storage_use_count,
+    waits_for_other_gradients,
 )
 from shardwright.engine.base.offload import Host, HostSlab
 from shardwright.engine.gradients.packer import Packer
@@ -243,6 +244,13 @@ class OnDevice:
                 dtype = self._packer.packing.spans[part.span].grad_dtype
                 new: torch.Tensor = parameter.cut.wrap(local.to(dtype, copy=True, memory_format=form))
                 for hook in list((gradient_hooks(parameter.sharded) or {}).values()):
+                    if waits_for_other_gradients(hook):
+                        raise RuntimeError(
+                            f"Parameter {parameter.name!r} of unit {self._owner.name!r} has a hook of "
+                            "torch.autograd.graph.register_multi_grad_hook, which would never be called: gradients of "
+                            "sharded parameters are reduced unit by unit, after autograd has made them. Use "
+                            "register_hook of each parameter, mode='any', or read .grad after backward."
+                        )
                     changed = None if isinstance(hook, EngineHook) else hook(new)
                     new = new if changed is None else parameter.fitted(changed)
                 old = parameter.sharded.grad

@@ -13,7 +13,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwright import board as boards
-from shardwright._torch import increment_version, quick_attributes, storage_key, subclasses_dispatch
+from shardwright._torch import (
+    increment_version,
+    quick_attributes,
+    storage_key,
+    subclasses_dispatch,
+    watch_zero_grad,
+)
 from shardwright.engine.base.companion import companion_of
 from shardwright.engine.base.precision import refuse_gradient_dtypes
 from shardwright.engine.model.root import Root, root_of, roots
@@ -45,6 +51,16 @@ def hook_optimizers() -> None:
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+    watch_zero_grad(_after_zero_grad)
+
+
+def _after_zero_grad(parameters: Iterable[torch.Tensor]) -> None:
+    """Drop the gradients of these parameters that units hold, after torch has dropped those in ``.grad``."""
+    if not any(unit.gradients.held for root in roots for unit in root.units()):
+        return
+    parameters = list(parameters)
+    for unit in {id(u): u for p in parameters if (u := unit_of(p)) is not None}.values():
+        unit.gradients.drop(set(map(id, parameters)))
 
 
 #: The attribute of a class of optimizers whose step calls :func:`before_optimizer_step` and :func:`count_step` itself.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +19,10 @@ from shardwright._torch import (
     called_by_compiler,
     called_by_parameter,
     called_by_split_backward,
+    grad_of,
     local_of,
     rebind,
+    set_grad,
     share_gradient_hooks,
     storage_key,
 )
@@ -144,6 +146,57 @@ class RaggedParameter(Managed, RaggedTensor):  # type: ignore[misc]
         return RaggedTensor(self._local_tensor.detach().clone(), self.spec)
 
 
+class _Holding(torch.Tensor):
+    """A sharded parameter while its unit holds gradients of micro-batches, which are not in ``.grad`` yet.
+
+    An assignment to ``.grad`` replaces the gradients so far, so the unit must drop those that it holds. Parameters have
+    these classes only for that time, because a property makes every access to ``.grad`` slower.
+    """
+
+    __slots__ = ()
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        return grad_of(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        set_grad(self, value)
+        unit = unit_of(self)
+        if unit is not None:
+            unit.gradients.drop({id(self)})
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+class HoldingShardedParameter(_Holding, ShardedParameter):  # type: ignore[metaclass,misc]
+    """See :class:`_Holding`."""
+
+    __slots__ = ()
+
+
+class HoldingRaggedParameter(_Holding, RaggedParameter):  # type: ignore[misc]
+    """See :class:`_Holding`."""
+
+    __slots__ = ()
+
+
+_HOLDING: dict[type, type] = {
+    ShardedParameter: HoldingShardedParameter,
+    RaggedParameter: HoldingRaggedParameter,
+}
+_NOT_HOLDING = {holding: ordinary for ordinary, holding in _HOLDING.items()}
+
+
+def hear_of_gradients(parameters: Iterable[torch.Tensor], hear: bool) -> None:
+    """Let sharded parameters tell their unit of assignments to ``.grad``, or no longer."""
+    classes = _HOLDING if hear else _NOT_HOLDING
+    for p in parameters:
+        p.__class__ = classes.get(type(p), type(p))
+
+
 def become(sharded: Any, new: Any) -> None:
     """Give the object ``sharded`` the content of ``new``, which is sharded in the same way."""
     # From now on a parameter that was made from a view of another one has a separate local tensor.
@@ -157,7 +210,7 @@ def become(sharded: Any, new: Any) -> None:
 
 
 # torch's stager of asynchronous checkpoints copies only attributes in the class's own slots.
-for _cls in (ShardedTensor, ShardedCopy, ShardedParameter):
+for _cls in (ShardedTensor, ShardedCopy, ShardedParameter, HoldingShardedParameter):
     _cls.__slots__ = DTensor.__slots__  # type: ignore[assignment]
 
 
@@ -186,6 +239,31 @@ class Full(torch.Tensor):
             )
         with torch.no_grad():
             self.copy_(value)  # earlier graphs view the same memory in the slab, and must now raise an error
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        own = grad_of(self)
+        if own is None and not called_by_compiler():
+            self._check_no_gradient("read")
+        return own
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self._check_no_gradient("changed")
+        set_grad(self, value)
+
+    def _check_no_gradient(self, done: str) -> None:
+        """Raise if a running forward reads or changes the gradient so far, which the sharded parameter has."""
+        sharded: Any = self.__dict__.get(STANDS_FOR)
+        unit = unit_of(sharded) if sharded is not None else None
+        if unit is None or not unit.activity.calls:
+            return
+        if done == "changed" or unit.gradients.held or grad_of(sharded) is not None:
+            raise RuntimeError(
+                f"The gradient of a parameter of unit {unit.name!r}, of shape {tuple(self.shape)}, was {done} while "
+                "its forward runs, when modules have the full weight and no gradients. Use .grad of the model's "
+                "parameters() before or after the forward; p.grad.full_tensor() is the whole gradient."
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
