@@ -262,10 +262,6 @@ class _InBackward:
                 loss = closure()
         tell_schedulers(self)  # type: ignore[arg-type]
         steps = _steps_of(self)
-        steps.step_called, again = True, steps.again
-        steps.end_step()
-        if again is not None:
-            raise RuntimeError(_twice(self, again))
         parameters = [p for group in self.param_groups for p in group["params"]]
         refuse_dead(parameters)
         for root in {id(r): r for unit in self._units() if (r := root_of(unit)) is not None}.values():
@@ -274,6 +270,10 @@ class _InBackward:
         reduce_held(parameters)
         self._complete()
         forget_stepped(parameters)
+        steps.step_called, again = True, steps.again
+        steps.end_step()
+        if again is not None:
+            raise RuntimeError(_twice(self, again))
         calls, steps.calls = steps.calls, None
         if any(p.grad is not None for p in parameters):
             if calls is not None:
