@@ -589,7 +589,8 @@ uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = _probe(torch, "
 
 def called_by_compiler() -> bool:
     """Whether the caller was called by torch.compile's own code, as it runs or traces a graph."""
-    return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch._functorch.")
+    caller = str(sys._getframe(2).f_globals.get("__name__"))
+    return caller.startswith(("torch._functorch.", "torch._dynamo.", "torch._subclasses."))
 
 
 def called_by_parameter() -> bool:
@@ -1044,6 +1045,20 @@ def rebind(dtensor: DTensor, new: DTensor) -> None:
 gradient_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter("_backward_hooks")
 
 
+#: ``.grad`` of a tensor and its assignment, also where a class has a property of this name.
+grad_of: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+
+
+def waits_for_other_gradients(hook: Any) -> bool:
+    """Return whether a gradient hook is that of ``register_multi_grad_hook`` with mode "all".
+
+    It counts the nodes of its tensors that autograd will run, and a sharded parameter has none that autograd runs.
+    """
+    code = getattr(hook, "__code__", None)
+    return code is not None and code.co_name == "inner_hook" and code.co_filename == _graph.__file__
+
+
 def share_gradient_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Give ``target`` the hooks that were registered on ``source``. Their handles still work."""
     target._backward_hooks = source._backward_hooks  # type: ignore[assignment]
@@ -1156,6 +1171,27 @@ def watch_backward(run: Callable[..., Any]) -> None:
 
     # torch.compile puts a function of its own here for a while, and afterwards what the second name has.
     torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = watched  # type: ignore[attr-defined]
+
+
+def watch_zero_grad(after: Callable[[Iterable[torch.Tensor]], None]) -> None:
+    """From now on call ``after`` with the parameters after each ``zero_grad`` of an optimizer or a module.
+
+    torch has no hooks for it.
+    """
+
+    def watched(kind: Any, parameters_of: Callable[[Any], Iterable[torch.Tensor]]) -> None:
+        original = kind.zero_grad
+
+        @functools.wraps(original)
+        def zero_grad(self: Any, *args: Any, **options: Any) -> None:
+            original(self, *args, **options)
+            if not torch.compiler.is_compiling():
+                after(parameters_of(self))
+
+        kind.zero_grad = zero_grad
+
+    watched(torch.optim.Optimizer, lambda optimizer: (p for g in optimizer.param_groups for p in g["params"]))
+    watched(torch.nn.Module, lambda module: module.parameters())
 
 
 def watch_optimizer_states(make: Callable[..., None], read: Callable[..., Any]) -> None:

@@ -23,7 +23,7 @@ from shardwright._torch import (
 )
 from shardwright.engine.base.precision import refuse_gradient_dtypes
 from shardwright.engine.gradients.stepping import Stepping, forget_stepped
-from shardwright.engine.model.optimizer_hook import reduce_held, refuse_dead
+from shardwright.engine.model.optimizer_hook import fit_gradients, reduce_held, refuse_dead
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import UNIT_OF, unit_of
 from shardwright.engine.unit.unit import Unit
@@ -208,6 +208,7 @@ class _InBackward:
     def step_unit(self, unit: Unit, step: CallsInBackward) -> None:
         params, steps = self._params_of(unit), _steps_of(self)
         stepped = [p for mine in params for p in mine if p.grad is not None]
+        fit_gradients(stepped)
         if stepped and unit in steps.stepped:
             steps.again = unit.name
         elif stepped:
@@ -261,10 +262,6 @@ class _InBackward:
                 loss = closure()
         tell_schedulers(self)  # type: ignore[arg-type]
         steps = _steps_of(self)
-        steps.step_called, again = True, steps.again
-        steps.end_step()
-        if again is not None:
-            raise RuntimeError(_twice(self, again))
         parameters = [p for group in self.param_groups for p in group["params"]]
         refuse_dead(parameters)
         for root in {id(r): r for unit in self._units() if (r := root_of(unit)) is not None}.values():
@@ -274,6 +271,10 @@ class _InBackward:
         self._complete()
         steps.end_step()  # again, since units whose gradients arrived late were stepped only now
         forget_stepped(parameters)
+        steps.step_called, again = True, steps.again
+        steps.end_step()
+        if again is not None:
+            raise RuntimeError(_twice(self, again))
         calls, steps.calls = steps.calls, None
         if any(p.grad is not None for p in parameters):
             if calls is not None:

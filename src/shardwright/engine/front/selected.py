@@ -19,11 +19,12 @@ from shardwright._torch import (
     is_transformed,
     leaf_of,
     post_accumulate_grad_hooks,
+    set_grad,
     set_post_accumulate_grad_hooks,
     watch_backward,
 )
 from shardwright.engine.model.root import Root, running_backward, selecting
-from shardwright.engine.tensors.parameter import Managed, unit_of
+from shardwright.engine.tensors.parameter import STANDS_FOR, Managed, unit_of
 from shardwright.engine.tensors.ragged_numbers import Number, read_number
 from shardwright.engine.tensors.sharded_tensor import ShardedTensor, average_number, is_real
 from shardwright.engine.unit.unit import Unit
@@ -49,6 +50,8 @@ def _run(original: Runner, *args: Any, **options: Any) -> Any:
             if not args[4]:  # inputs
                 with selecting(None) if inner else NOTHING:
                     return original(*args, **options)
+            if inner and not options.get("accumulate_grad"):
+                _refuse_inside_backward(args[4])
             selected = [_parameter_of(each) for each in args[4]]
             targets = _targets(selected)
             with selecting({unit for unit, _ in targets.values()}):
@@ -56,6 +59,19 @@ def _run(original: Runner, *args: Any, **options: Any) -> Any:
         except RuntimeError as error:
             explain(error, backward=True)
             raise
+
+
+def _refuse_inside_backward(inputs: Sequence[Any]) -> None:
+    """Raise if a ``torch.autograd.grad`` inside a backward asks for gradients that are reduced when that one ends."""
+    for each in inputs:
+        if isinstance(each, torch.Tensor):
+            unit = unit_of(each if isinstance(each, Managed) else each.__dict__.get(STANDS_FOR, each))
+            if unit is not None and unit.root is not None and unit.root.backward and not unit.activity.calls:
+                raise RuntimeError(
+                    f"torch.autograd.grad inside another backward got parameters of unit {unit.name!r}, whose forward "
+                    "ran in that backward: their gradients are reduced only when it ends. Call it outside of the "
+                    "backward, or call backward() there, which adds to .grad."
+                )
 
 
 def _run_selected(
@@ -169,7 +185,7 @@ def _keep(unit: Unit, full: torch.Tensor) -> Callable[[torch.Tensor], None]:
     """Store a gradient that autograd captured in ``.grad`` of the full parameter, where reductions find it."""
 
     def keep(gradient: torch.Tensor) -> None:
-        full.grad = gradient
+        set_grad(full, gradient)
         unit.on_gradient(full)
 
     return keep

@@ -15,6 +15,7 @@ from shardwright.engine.base.visit import Frame, Visit
 from shardwright.engine.model.backward import BACKWARD
 from shardwright.engine.model.root import Root, attach, root_of
 from shardwright.engine.tensors.parameter import FullParameter, plain_of
+from shardwright.engine.unit.containers import CycleError
 from shardwright.engine.unit.marks import (
     hidden_tensors,
     map_arguments,
@@ -51,12 +52,18 @@ class Calls:
         if boards.current is not None:
             boards.current.at(boards.BACKWARD if in_backward() else boards.FORWARD, unit.name)
         with annotate("pre_forward", unit.weights.label):
-            return _before(unit, root, module, args, kwargs)
+            try:
+                return _before(unit, root, module, args, kwargs)
+            except CycleError as error:
+                raise CycleError(f"Unit {unit.name!r}: {error}") from None
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         unit = self.unit
         with annotate("post_forward", unit.weights.label):
-            result = _after(unit, module, output)
+            try:
+                result = _after(unit, module, output)
+            except CycleError as error:
+                raise CycleError(f"Unit {unit.name!r}: {error}") from None
         if boards.current is not None and not in_backward():
             _back_to_caller(boards.current, unit)
         return result

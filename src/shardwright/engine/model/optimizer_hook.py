@@ -13,7 +13,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwright import board as boards
-from shardwright._torch import increment_version, storage_key, subclasses_dispatch
+from shardwright._torch import (
+    increment_version,
+    quick_attributes,
+    storage_key,
+    subclasses_dispatch,
+    watch_zero_grad,
+)
 from shardwright.engine.base.companion import companion_of
 from shardwright.engine.base.precision import refuse_gradient_dtypes
 from shardwright.engine.model.root import Root, root_of, roots
@@ -23,6 +29,7 @@ from shardwright.engine.tensors.parameter import (
     Managed,
     RaggedParameter,
     ShardedParameter,
+    is_cut_like,
     unit_of,
 )
 from shardwright.engine.tensors.same_object import acting_class, count_of_objects, refuse_if_old
@@ -44,6 +51,16 @@ def hook_optimizers() -> None:
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+    watch_zero_grad(_after_zero_grad)
+
+
+def _after_zero_grad(parameters: Iterable[torch.Tensor]) -> None:
+    """Drop the gradients of these parameters that units hold, after torch has dropped those in ``.grad``."""
+    if not any(unit.gradients.held for root in roots for unit in root.units()):
+        return
+    parameters = list(parameters)
+    for unit in {id(u): u for p in parameters if (u := unit_of(p)) is not None}.values():
+        unit.gradients.drop(set(map(id, parameters)))
 
 
 #: The attribute of a class of optimizers whose step calls :func:`before_optimizer_step` and :func:`count_step` itself.
@@ -95,6 +112,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
         if (root := root_of(unit)) is not None:
             root.pools.step()
     reduce_held(parameters)
+    fit_gradients(parameters)
     if first and not any(root_of(unit) is not None for unit in stepped):
         _warn_of_other_model(optimizer, parameters)
     if any(unit.gradients.chooses_dtype for unit in stepped):
@@ -185,6 +203,21 @@ def _warn_of_other_model(optimizer: torch.optim.Optimizer, parameters: list[torc
                         stacklevel=3,
                     )
                     return
+
+
+def fit_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Cut each gradient like its sharded parameter, because the user may have replaced it by one that is not."""
+    with quick_attributes():
+        others = [
+            p
+            for p in parameters
+            if type(p) in _SHARDED and (gradient := p.grad) is not None and not is_cut_like(gradient, p)
+        ]
+    for p in others:
+        unit = unit_of(p)
+        managed = unit.managed(p) if unit is not None else None
+        if managed is not None:
+            p.grad = managed.fitted(p.grad)  # type: ignore[arg-type]
 
 
 def reduce_held(parameters: Iterable[torch.Tensor]) -> None:

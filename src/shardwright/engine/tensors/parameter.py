@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,13 @@ from shardwright._torch import (
     called_by_parameter,
     called_by_split_backward,
     dispatches,
+    grad_of,
     is_made_of_tensors,
     local_of,
     moved_into,
     rebind,
     set_class,
+    set_grad,
     storage_key,
     tree_leaves,
 )
@@ -152,6 +154,57 @@ class RaggedParameter(Managed, RaggedTensor):  # type: ignore[misc]
         return RaggedTensor(self._local_tensor.detach().clone(), self.spec)
 
 
+class _Holding(torch.Tensor):
+    """A sharded parameter while its unit holds gradients of micro-batches, which are not in ``.grad`` yet.
+
+    An assignment to ``.grad`` replaces the gradients so far, so the unit must drop those that it holds. Parameters have
+    these classes only for that time, because a property makes every access to ``.grad`` slower.
+    """
+
+    __slots__ = ()
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        return grad_of(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        set_grad(self, value)
+        unit = unit_of(self)
+        if unit is not None:
+            unit.gradients.drop({id(self)})
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+class HoldingShardedParameter(_Holding, ShardedParameter):  # type: ignore[metaclass,misc]
+    """See :class:`_Holding`."""
+
+    __slots__ = ()
+
+
+class HoldingRaggedParameter(_Holding, RaggedParameter):  # type: ignore[misc]
+    """See :class:`_Holding`."""
+
+    __slots__ = ()
+
+
+_HOLDING: dict[type, type] = {
+    ShardedParameter: HoldingShardedParameter,
+    RaggedParameter: HoldingRaggedParameter,
+}
+_NOT_HOLDING = {holding: ordinary for ordinary, holding in _HOLDING.items()}
+
+
+def hear_of_gradients(parameters: Iterable[torch.Tensor], hear: bool) -> None:
+    """Let sharded parameters tell their unit of assignments to ``.grad``, or no longer."""
+    classes = _HOLDING if hear else _NOT_HOLDING
+    for p in parameters:
+        p.__class__ = classes.get(type(p), type(p))
+
+
 def become(sharded: Any, new: Any) -> None:
     """Give the object ``sharded`` the content of ``new``, which is sharded in the same way."""
     # From now on a parameter that was made from a view of another one has a separate local tensor.
@@ -165,7 +218,7 @@ def become(sharded: Any, new: Any) -> None:
 
 
 # torch's stager of asynchronous checkpoints copies only attributes in the class's own slots.
-for _cls in (ShardedTensor, ShardedCopy, ShardedParameter):
+for _cls in (ShardedTensor, ShardedCopy, ShardedParameter, HoldingShardedParameter):
     _cls.__slots__ = DTensor.__slots__  # type: ignore[assignment]
 
 
@@ -194,6 +247,31 @@ class Full(torch.Tensor):
             )
         with torch.no_grad():
             self.copy_(value)  # earlier graphs view the same memory in the slab, and must now raise an error
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        own = grad_of(self)
+        if own is None and not called_by_compiler():
+            self._check_no_gradient("read")
+        return own
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self._check_no_gradient("changed")
+        set_grad(self, value)
+
+    def _check_no_gradient(self, done: str) -> None:
+        """Raise if a running forward reads or changes the gradient so far, which the sharded parameter has."""
+        sharded: Any = self.__dict__.get(STANDS_FOR)
+        unit = unit_of(sharded) if sharded is not None else None
+        if unit is None or not unit.activity.calls:
+            return
+        if done == "changed" or unit.gradients.held or grad_of(sharded) is not None:
+            raise RuntimeError(
+                f"The gradient of a parameter of unit {unit.name!r}, of shape {tuple(self.shape)}, was {done} while "
+                "its forward runs, when modules have the full weight and no gradients. Use .grad of the model's "
+                "parameters() before or after the forward; p.grad.full_tensor() is the whole gradient."
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -246,6 +324,20 @@ def refuse_while_deferring(doing: str) -> None:
             f"{doing} was called inside deferred_init, which records operations and does not run them. Call it after "
             "the context."
         )
+
+
+def is_cut_like(gradient: torch.Tensor, parameter: Any) -> bool:
+    """Return whether a gradient of a sharded parameter is cut as the parameter is."""
+    if isinstance(parameter, RaggedTensor):
+        return isinstance(gradient, RaggedTensor) and (
+            gradient.spec is parameter.spec or gradient.spec == parameter.spec
+        )
+    if not isinstance(gradient, DTensor):
+        return False
+    own, of_parameter = gradient._spec, parameter._spec
+    return own.placements == of_parameter.placements and (
+        own.mesh is of_parameter.mesh or own.mesh == of_parameter.mesh
+    )
 
 
 def unit_of(parameter: torch.Tensor) -> Any:
@@ -352,6 +444,16 @@ class ManagedParameter:
         self.sharded, exchanged = keep_object(original, self.sharded, label, not has_no_values(original))
         self.full.__dict__[STANDS_FOR] = self.sharded
         return exchanged
+
+    def fitted(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient, cut like the parameter. Users replace gradients by whole ones and by others' cuts.
+
+        This communicates only if ``gradient`` is cut in another way, so every rank must call it.
+        """
+        if is_cut_like(gradient, self.sharded):
+            return gradient
+        part = self.cut.part_of(gradient)
+        return self.cut.wrap(part.clone(memory_format=torch.contiguous_format))  # type: ignore[no-any-return]
 
     def adopt_full(self, tensor: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Set the full form of an extended parameter after its first gather."""

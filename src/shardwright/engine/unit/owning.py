@@ -249,7 +249,7 @@ def remake(unit: Unit) -> None:
     for owned in unit_parameters.owned:
         owned.slots.extend(slot for sharded, slot in lent if sharded is owned.parameter)
     before = unit.parameters
-    reductions = unit.gradients.reductions if unit.gradients.held else []
+    reductions = unit.gradients.held_reductions()
     sharded_ids = {id(p.sharded) for p in before}
     if not any(id(owned.parameter) in sharded_ids for owned in unit_parameters.owned):
         reductions = []  # it belongs to replaced parameters, like a plain parameter's .grad
