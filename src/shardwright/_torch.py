@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives
@@ -129,11 +130,18 @@ _CloneArgBeforeMutateMode = _probe(_graph, "_CloneArgBeforeMutateMode")
 
 #: Moves version counters without an operation.
 increment_version = _probe(torch.autograd.graph, "increment_version")
+#: Called with a tuple of tensors and a tuple of numbers: what their version counters become.
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = _probe(
+    torch._C, "_autograd", "_unsafe_set_version_counter"
+)
 
 #: Unlike ``Tensor.__dlpack__`` it serves devices that were added to torch, and no stream waits for another.
 _to_dlpack = _probe(torch._C, "_to_dlpack")
 
-if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):  # since torch 2.12
+#: Whether two storages can exchange their memory without a compiled helper, as torch 2.12 and later can.
+SWAPS_MEMORY = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+if SWAPS_MEMORY:
 
     def swap_memory(one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
         """Exchange the memory and the sizes of two storages. Views of them see it."""
@@ -188,6 +196,27 @@ def kept_results(mode: Any) -> list[tuple[Any, Any, Any]]:
         keys = list(entries) if isinstance(entries, dict) else range(len(entries))
         found += [(entries, key, entries[key]) for key in keys]
     return found
+
+
+#: torch's own mark for results that are computed again. Versions that keep results in lists have none.
+_LET_GO = getattr(torch.utils.checkpoint, "_RECOMPUTE", object())
+
+
+def let_go_result(container: Any, key: Any) -> None:
+    """Let backward compute one of the `kept_results` again."""
+    container[key] = _LET_GO
+
+
+def was_let_go(mode: Any, operation: Any) -> bool:
+    """Return whether the result that a recomputation takes next for this operation was let go, and take it.
+
+    Only for versions of torch that keep lists of results: they ask the policy in the recomputation, and only then.
+    """
+    entries = mode.storage.get(operation)
+    if not entries or entries[0] is not _LET_GO:
+        return False
+    entries.pop(0)
+    return True
 
 
 def block_of(memory: torch.Tensor, nbytes: int) -> torch.UntypedStorage:
@@ -995,6 +1024,14 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
     return _flatten(mesh)
 
 
+_root_mesh = _probe(DeviceMesh, "_get_root_mesh")
+
+
+def root_mesh_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh from which this one was sliced, or this one."""
+    return _root_mesh(mesh)
+
+
 def rebind(dtensor: DTensor, new: DTensor) -> None:
     """Make ``dtensor``, the same object, what ``new`` is: shape, dtype, local tensor and placement."""
     # An assignment to ``.data`` changes the outside of a wrapper subclass only.
@@ -1222,26 +1259,63 @@ def _forget_meshes() -> None:
 
 
 @contextmanager
-def watch_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Inside the context ``on_resize`` is called with each storage that Python code has given another size."""
-    plain = torch.UntypedStorage.resize_
+def watch_resizes(
+    on_resize: Callable[[torch.UntypedStorage], None],
+    memory_of: Callable[[int], torch.UntypedStorage],
+) -> Iterator[None]:
+    """Inside the context ``on_resize`` is called with each storage that Python code has given another size.
+
+    ``memory_of``: returns a storage of so many bytes, whose memory a resized storage gets if this machine refuses to
+    allocate as much.
+    """
+    plain, plain_resizable = torch.UntypedStorage.resize_, torch.UntypedStorage.resizable
+    #: By a storage that got such memory, the empty storage that gave it. With the memory they have exchanged whether
+    #: they can be resized.
+    lenders: dict[int, torch.UntypedStorage] = {}
+
+    def resizable(storage: torch.UntypedStorage) -> bool:
+        return plain_resizable(storage) or storage._cdata in lenders
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        result = plain(storage, nbytes)
+        if not plain_resizable(storage) and (lender := lenders.pop(storage._cdata, None)) is not None:
+            swap_memory(storage, lender)
+        try:
+            plain(storage, nbytes)
+        except RuntimeError as error:
+            if "allocate memory" not in str(error):
+                raise
+            plain(storage, 0)
+            lender = lenders[storage._cdata] = memory_of(nbytes)
+            swap_memory(storage, lender)
         on_resize(storage)
-        return result
+        return storage
 
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage.resizable = resizable  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+        torch.UntypedStorage.resizable = plain_resizable  # type: ignore[method-assign]
 
 
 @contextmanager
 def watch_reads(on_read: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Inside the context ``on_read`` is called with each tensor of which ``tolist`` or ``numpy`` is called."""
+    """Inside the context ``on_read`` is called with each tensor of which ``tolist`` or ``numpy`` is called, or by whose
+    values ``tensor_split`` divides another one: torch reads them without an operation."""
     with ExitStack() as stack:
+        places: tuple[Any, ...] = (torch, torch.Tensor)
+        for place in places:
+            plain_split = place.tensor_split
+
+            def split(tensor: Any, *args: Any, plain: Any = plain_split, **kwargs: Any) -> Any:
+                for each in (*args, *kwargs.values()):
+                    if isinstance(each, torch.Tensor):
+                        on_read(each)
+                return plain(tensor, *args, **kwargs)
+
+            place.tensor_split = split
+            stack.callback(setattr, place, "tensor_split", plain_split)
         for name in ("tolist", "numpy"):
             plain = getattr(torch.Tensor, name)
 

@@ -116,8 +116,9 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     _follow(optimizer, groups, became, companion.whole)
     _move_to_host(optimizer, companion)
     companion.objects = count_of_objects()
-    if sharded_already:
-        return optimizer
+    if isinstance(optimizer, _ShardedStep):
+        optimizer._followed()
+        return optimizer  # type: ignore[return-value]
     optimizer.__dict__[COMPANION] = companion
     vars(optimizer).pop("step", None)  # a scheduler's wrapper; the class's own step replaces it
     optimizer.__class__ = _sharded_class(type(optimizer))
@@ -287,6 +288,9 @@ class _ShardedStep:
 
     param_groups: list[dict[str, Any]]
     state: Any
+
+    def _followed(self) -> None:
+        """Go on with parameters that have just replaced others in the groups."""
 
     @torch.no_grad()
     def _enter(self) -> tuple[list[list[Any]], Any, list[tuple[Any, LocalStandIn | None]]]:

@@ -108,7 +108,7 @@ def find_parameters(
                     continue
                 if unit is None or unit_of(parameter) is not unit:
                     mesh = mesh_asked(placement_fn, parameter)
-                    if not (mesh == ranks.mesh or (mesh is None and not sibling)):
+                    if not (ranks.is_of(mesh) or (mesh is None and not sibling)):
                         continue
                 parallel = parallel_of_parameter(full_name, parameter, ranks)
                 if unit_of(parameter) is not unit or unit is None:

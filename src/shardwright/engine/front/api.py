@@ -96,8 +96,10 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that form one unit (say the final norm and the output layer).
         mesh: ``DeviceMesh`` of one dimension, or of two: replicas outside, shards inside (HSDP). Default: all ranks, on
-            the accelerator if there is one, else on the CPU. Parameters may already be DTensors on other axes of the
-            same larger mesh (tensor, sequence and expert parallelism); each rank's part of them is then cut again.
+            the accelerator if there is one, else on the CPU. If its ranks do not ascend along every axis, as in
+            ``[1, 0]``, the engine uses a mesh of the same ranks that do. Parameters may already be DTensors on other
+            axes of the same larger mesh (tensor, sequence and expert parallelism); each rank's part of them is then cut
+            again.
         reshard_after_forward: True: release the full parameters after forward and gather them again for backward.
             False: keep them. None: True, but False for the root. An integer k: keep one k-th, so that backward gathers
             only among k neighbouring ranks, say those of one host; k must divide the number of ranks over which
@@ -426,9 +428,9 @@ def _ranks_of_some(
     ranks_by_mesh = {whole.mesh: whole}
     for info in infos:
         dims = getattr(info, "dp_mesh_dims", None)  # torch's mesh_info of a whole mesh has dp_mesh_dims
-        if dims is None and info.mesh == whole.mesh:
-            continue
         _check_mesh(info.mesh)
+        if dims is None and whole.is_of(info.mesh):
+            continue
         if info.mesh.ndim != whole.mesh.ndim and strategy is not None:
             raise ValueError(
                 f"strategy {strategy!r} is for the {whole.mesh.ndim} dimensions of {whole.mesh}; shard_placement_fn "

@@ -70,8 +70,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
         each.agreement.check()
         each.recover_if_failed()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    kinds = set(map(type, parameters))
-    _refuse_unusable(parameters, kinds)
+    kinds = refuse_dead(parameters)
     companion = companion_of(optimizer)
     first = not companion.stepped
     if companion.objects != count_of_objects():
@@ -113,14 +112,15 @@ _SHARDED = {
 }
 
 
-def _refuse_unusable(parameters: list[torch.Tensor], kinds: set[type]) -> None:
-    """Raise if one of the parameters has no values yet, or if another object has replaced it at sharding.
+def refuse_dead(parameters: list[torch.Tensor]) -> set[type]:
+    """Raise if one of an optimizer's parameters has no values yet, or if another object has replaced it at sharding.
 
-    ``kinds`` are the classes of the parameters. This runs in every step, because users may change groups. So it skips
-    sharded parameters.
+    This runs in every step, because users may change groups. So it skips sharded parameters. Returns the classes of the
+    parameters.
     """
+    kinds = set(map(type, parameters))
     if kinds <= _SHARDED:
-        return
+        return kinds
     deferred = {kind for kind in kinds if getattr(kind, DEFERRED, False)}
     for p in parameters:
         refuse_if_old(p)
@@ -129,6 +129,7 @@ def _refuse_unusable(parameters: list[torch.Tensor], kinds: set[type]) -> None:
                 f"The optimizer holds a deferred parameter of shape {tuple(p.shape)}, which has no values yet. Call "
                 "shardwright.materialize(model) first."
             )
+    return kinds
 
 
 def _refuse_whole_state(optimizer: torch.optim.Optimizer) -> None:

@@ -19,11 +19,14 @@ from shardwright._torch import (
     called_by_compiler,
     called_by_parameter,
     called_by_split_backward,
+    dispatches,
+    is_made_of_tensors,
     local_of,
     moved_into,
     rebind,
     set_class,
     storage_key,
+    tree_leaves,
 )
 from shardwright.engine.tensors.averaging import OWN, RECIPE
 from shardwright.engine.tensors.cut import Cut
@@ -415,10 +418,10 @@ def build(
         sharded._local_tensor = local
     shown = full if cut.parallel is None else cut.parallel.wrap(full)
     full_parameter: Any = nn.Parameter(shown, requires_grad=original.requires_grad)
+    attributes = _attributes_of(original)
     for form in (sharded, full_parameter):
-        for key, value in original.__dict__.items():
-            if key not in _NOT_COPIED:
-                form.__dict__.setdefault(key, value)
+        for key, value in attributes.items():
+            form.__dict__.setdefault(key, value)
     if original.is_floating_point() or original.is_complex():
         listen(full_parameter, on_gradient, original.requires_grad)
     full_parameter.__dict__[ON_DATA] = on_data
@@ -432,6 +435,34 @@ def stays_sharded(original: Any, sharded: Any) -> bool:
     same_kind = isinstance(original, RaggedTensor if isinstance(sharded, RaggedTensor) else DTensor)
     # A tensor that has memory cannot take the place of one on the meta device.
     return same_kind and not original.is_meta and bool(original.device_mesh == sharded.device_mesh)
+
+
+def _attributes_of(original: nn.Parameter) -> dict[str, Any]:
+    """Return the attributes of a parameter that its sharded and full forms get, too.
+
+    Without those that would keep the memory of the whole parameter alive: aliases of it, and, where the parameter is of
+    a class of tensors that are made of others, these others. The part of this rank has its own.
+    """
+    whole: Any = plain_of(original)
+    names: list[str] = whole.__tensor_flatten__()[0] if is_made_of_tensors(whole) else []
+    made_of_others = bool(names) or is_extended(whole)
+    parts = [whole, *(getattr(whole, name) for name in names)]
+    memories = {storage_key(part) for part in parts if not dispatches(type(part))}
+
+    def keeps_whole(value: Any) -> bool:
+        return any(
+            (made_of_others and leaf.numel() >= whole.numel())
+            or (not dispatches(type(leaf)) and storage_key(leaf) in memories)
+            for leaf in tree_leaves(value)
+            if isinstance(leaf, torch.Tensor)
+        )
+
+    left_out = _NOT_COPIED.union(names)
+    return {
+        key: value
+        for key, value in original.__dict__.items()
+        if key not in left_out and not keeps_whole(value)
+    }
 
 
 def listen(
