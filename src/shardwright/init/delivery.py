@@ -22,6 +22,7 @@ from shardwright.engine.tensors.parameter import (
     refuse_while_deferring,
     unit_of,
 )
+from shardwright.engine.tensors.same_object import is_refused
 from shardwright.init.log import Entry, Memory, View, plan
 from shardwright.init.recorder import RECORDER, UNNAMED, DeferredTensor
 from shardwright.init.replay import Materialise, replay
@@ -192,7 +193,7 @@ class _Destinations:
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 for tensor in _tensors_in(value):
-                    if isinstance(tensor, DeferredTensor):
+                    if isinstance(tensor, DeferredTensor) and not is_refused(tensor):
                         self._note(tensor, tensor)
 
     def add(self, module: nn.Module, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
