@@ -165,6 +165,20 @@ else:
 _top_hooks_of_saved_tensors = _probe(torch._C, "_autograd", "_top_saved_tensors_default_hooks")
 
 
+_hooks_of_saved_tensors_enabled = _probe(torch._C, "_autograd", "_saved_tensors_hooks_is_enabled")
+_forward_ad = _probe(torch.autograd, "forward_ad")
+_probe(_forward_ad, "_current_level")
+
+
+def takes_hooks_of_saved_tensors() -> bool:
+    """Return whether hooks may decide now what autograd saves.
+
+    Not inside of transforms of ``torch.func``, inside of ``disable_saved_tensors_hooks``, and inside of a level of
+    forward-mode AD: its formulas read saved tensors during forward, and torch crashes if they are others.
+    """
+    return not transformed() and _hooks_of_saved_tensors_enabled() and _forward_ad._current_level < 0
+
+
 def saves_for_checkpoint() -> bool:
     """Whether ``torch.utils.checkpoint`` (not its reentrant form) decides what autograd saves now."""
     return hook_of_checkpoint() is not None
