@@ -191,15 +191,15 @@ def hook_of_checkpoint() -> Any:
     return hooks[0] if from_checkpoint else None
 
 
-def kept_results(mode: Any) -> list[tuple[Any, Any, Any]]:
-    """The results that the forward mode of ``create_selective_checkpoint_contexts`` has kept.
+def kept_results(storage: Any) -> list[tuple[Any, Any, Any]]:
+    """The results in the ``storage`` of the forward mode of ``create_selective_checkpoint_contexts``.
 
     Returns:
         A container, a key of it, and the entry there, for each. The leaves of an entry are wrappers that have the
         tensor as ``val``. Backward calls their ``get_val``.
     """
     found = []
-    for entries in mode.storage.values():
+    for entries in storage.values():
         keys = list(entries) if isinstance(entries, dict) else range(len(entries))
         found += [(entries, key, entries[key]) for key in keys]
     return found
@@ -214,12 +214,12 @@ def let_go_result(container: Any, key: Any) -> None:
     container[key] = _LET_GO
 
 
-def was_let_go(mode: Any, operation: Any) -> bool:
+def was_let_go(storage: Any, operation: Any) -> bool:
     """Return whether the result that a recomputation takes next for this operation was let go, and take it.
 
     Only for versions of torch that keep lists of results: they ask the policy in the recomputation, and only then.
     """
-    entries = mode.storage.get(operation)
+    entries = storage.get(operation)
     if not entries or entries[0] is not _LET_GO:
         return False
     entries.pop(0)

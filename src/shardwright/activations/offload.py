@@ -376,7 +376,7 @@ class Call:
     def move_kept_results(self) -> None:
         """Put handles in the place of the results that selective checkpoints keep beside autograd."""
         for mode in self.policies:
-            for container, key, entry in kept_results(mode):
+            for container, key, entry in kept_results(mode.storage):
                 container[key] = tree_map(self._packed_result, entry)
         self.policies.clear()
 
