@@ -172,6 +172,20 @@ else:
 _top_hooks_of_saved_tensors = _probe(torch._C, "_autograd", "_top_saved_tensors_default_hooks")
 
 
+_hooks_of_saved_tensors_enabled = _probe(torch._C, "_autograd", "_saved_tensors_hooks_is_enabled")
+_forward_ad = _probe(torch.autograd, "forward_ad")
+_probe(_forward_ad, "_current_level")
+
+
+def takes_hooks_of_saved_tensors() -> bool:
+    """Return whether hooks may decide now what autograd saves.
+
+    Not inside of transforms of ``torch.func``, inside of ``disable_saved_tensors_hooks``, and inside of a level of
+    forward-mode AD: its formulas read saved tensors during forward, and torch crashes if they are others.
+    """
+    return not transformed() and _hooks_of_saved_tensors_enabled() and _forward_ad._current_level < 0
+
+
 def saves_for_checkpoint() -> bool:
     """Whether ``torch.utils.checkpoint`` (not its reentrant form) decides what autograd saves now."""
     return hook_of_checkpoint() is not None
@@ -184,15 +198,15 @@ def hook_of_checkpoint() -> Any:
     return hooks[0] if from_checkpoint else None
 
 
-def kept_results(mode: Any) -> list[tuple[Any, Any, Any]]:
-    """The results that the forward mode of ``create_selective_checkpoint_contexts`` has kept.
+def kept_results(storage: Any) -> list[tuple[Any, Any, Any]]:
+    """The results in the ``storage`` of the forward mode of ``create_selective_checkpoint_contexts``.
 
     Returns:
         A container, a key of it, and the entry there, for each. The leaves of an entry are wrappers that have the
         tensor as ``val``. Backward calls their ``get_val``.
     """
     found = []
-    for entries in mode.storage.values():
+    for entries in storage.values():
         keys = list(entries) if isinstance(entries, dict) else range(len(entries))
         found += [(entries, key, entries[key]) for key in keys]
     return found
@@ -207,12 +221,12 @@ def let_go_result(container: Any, key: Any) -> None:
     container[key] = _LET_GO
 
 
-def was_let_go(mode: Any, operation: Any) -> bool:
+def was_let_go(storage: Any, operation: Any) -> bool:
     """Return whether the result that a recomputation takes next for this operation was let go, and take it.
 
     Only for versions of torch that keep lists of results: they ask the policy in the recomputation, and only then.
     """
-    entries = mode.storage.get(operation)
+    entries = storage.get(operation)
     if not entries or entries[0] is not _LET_GO:
         return False
     entries.pop(0)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
 from shardwright.activations.checkpointing import checkpoint_blocks
@@ -61,3 +65,29 @@ def test_results_that_are_written_in_place(name: str, kind: str, offloaded: bool
         model(x).square().sum().backward()
         for own, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(own.grad, other.grad)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_kept_results_are_freed_without_the_collector(backward: bool) -> None:
+    products: list[StorageWeakRef] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.addmm.default:
+                products.append(StorageWeakRef(result.untyped_storage()))
+            return result
+
+    model = nn.Sequential(*(Block(WRITES["whole"]) for _ in range(2)))
+    checkpoint_blocks(model, "ops")
+    gc.collect()
+    gc.disable()
+    try:
+        with Noted():
+            loss = model(torch.randn(4, 8)).square().sum()
+        if backward:
+            loss.backward()
+        del loss
+        assert products and all(each.expired() for each in products)
+    finally:
+        gc.enable()

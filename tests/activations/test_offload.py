@@ -6,12 +6,13 @@ import copy
 import functools
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
@@ -503,3 +504,98 @@ def test_wrong_arguments(blocks: Any, options: dict[str, Any], message: str) -> 
         blocks = [model]
     with pytest.raises(ValueError, match=message):
         sw.offload_activations(blocks, **options)
+
+
+class Inside(nn.Module):
+    """A block that does something with its result inside of forward."""
+
+    def __init__(self, work: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.work = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), work
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.work(self.second, torch.tanh(self.first(x)))
+
+
+@contextmanager
+def _hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _halved() -> Any:
+    return _hooks(lambda t: t.detach().half(), lambda t: t.float())
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "nothing": nullcontext,
+    "hooks that keep": lambda: _hooks(lambda t: t, lambda t: t),
+    "hooks that round": _halved,
+    "on the CPU": torch.autograd.graph.save_on_cpu,
+    "a level of forward AD": forward_ad.dual_level,
+}
+
+
+def _with(context: Callable[[], Any]) -> Callable[[nn.Module, Tensor], Tensor]:
+    def work(layer: nn.Module, x: Tensor) -> Tensor:
+        with context():
+            return torch.tanh(layer(x)) * torch.sigmoid(x)
+
+    return work
+
+
+def _directional(layer: nn.Module, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        value, tangent = forward_ad.unpack_dual(torch.tanh(layer(dual)) * torch.sigmoid(dual))
+        assert tangent is not None
+        return value + tangent
+
+
+INSIDE = {
+    **{name: _with(context) for name, context in CONTEXTS.items()},
+    "a directional derivative": _directional,
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_blocks_do_with_saved_tensors_themselves(name: str) -> None:
+    """Other blocks move theirs; results are those of the plain model."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Inside(INSIDE[name]) for _ in range(3)))
+    model = copy.deepcopy(plain)
+    sw.offload_activations(model, min_bytes=1)
+    for step in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            each(data(step)).square().sum().backward()
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(own.grad, other.grad)
+
+
+@pytest.mark.parametrize("around", ["inputs", "weights", "disabled"])
+def test_forward_mode_and_hooks_that_are_disabled_leave_activations_on_the_device(around: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Inside(INSIDE["nothing"]) for _ in range(3)))
+    model = copy.deepcopy(plain)
+    offload = sw.offload_activations(model, min_bytes=1)
+    found = []
+    for each in (plain, model):
+        x = data(0)
+        if around == "disabled":
+            with torch.autograd.graph.disable_saved_tensors_hooks("no hooks"):
+                each(x).sum().backward()
+            found.append([p.grad for p in each.parameters()])
+            continue
+        with forward_ad.dual_level():
+            weights = dict(each.named_parameters())
+            if around == "inputs":
+                x = forward_ad.make_dual(x, torch.ones_like(x))
+            else:
+                weights = {key: forward_ad.make_dual(p, torch.ones_like(p)) for key, p in weights.items()}
+            value, tangent = forward_ad.unpack_dual(torch.func.functional_call(each, weights, (x,)))
+            value.sum().backward()
+            found.append([tangent, *(p.grad for p in each.parameters())])
+    assert all(map(torch.equal, *found)) and offload.host_bytes == 0
+    model(data(1)).sum().backward()
+    assert offload.host_bytes

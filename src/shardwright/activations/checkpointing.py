@@ -66,9 +66,10 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], kind: str, every: int = 1, dr
 def _contexts() -> tuple[Any, Any]:
     """Return the dispatch modes of one selective checkpoint: the one for forward, and the one for its recomputation."""
     policy = _Policy()
-    policy.keeps, recomputes = create_selective_checkpoint_contexts(policy)
-    note_policy(policy.keeps)
-    return policy.keeps, recomputes
+    keeps, recomputes = create_selective_checkpoint_contexts(policy)
+    policy.storage = keeps.storage
+    note_policy(keeps)
+    return keeps, recomputes
 
 
 class _Policy:
@@ -78,7 +79,9 @@ class _Policy:
     the value that backward would take for the operation's result. Such a result is let go and computed again.
     """
 
-    keeps: Any  #: torch's mode for forward, whose results this object lets go
+    #: The kept results. Not the mode that has them: it refers to this object, and a circle would live until Python
+    #: looks for circles, with all activations in it.
+    storage: Any
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         schema = getattr(op, "_schema", None)
@@ -88,7 +91,7 @@ class _Policy:
             if not ctx.is_recompute:
                 self._let_go(schema, args, kwargs)
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if schema.name not in SAVED_OPS or (ctx.is_recompute and was_let_go(self.keeps, op)):
+        if schema.name not in SAVED_OPS or (ctx.is_recompute and was_let_go(self.storage, op)):
             return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
 
@@ -100,7 +103,7 @@ class _Policy:
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         keys = {storage_key(local_part(t)) for t in tree_leaves(written) if isinstance(t, Tensor)}
-        for container, key, entry in kept_results(self.keeps):
+        for container, key, entry in kept_results(self.storage):
             values = [getattr(leaf, "val", None) for leaf in tree_leaves(entry)]
             if any(isinstance(v, Tensor) and storage_key(local_part(v)) in keys for v in values):
                 let_go_result(container, key)

@@ -24,7 +24,7 @@ from shardwright._torch import (
     kept_results,
     saves_for_checkpoint,
     storage_key,
-    transformed,
+    takes_hooks_of_saved_tensors,
     tree_leaves,
     tree_map,
 )
@@ -152,7 +152,7 @@ class ActivationOffload:
         """A block's forward."""
         inputs = [local_part(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         inputs = [t for t in inputs if _is_plain(t) and not t.is_meta]
-        if not torch.is_grad_enabled() or not inputs or transformed():
+        if not torch.is_grad_enabled() or not inputs or not takes_hooks_of_saved_tensors():
             return forward(*args, **kwargs)
         if saves_for_checkpoint():
             raise RuntimeError(
@@ -353,7 +353,7 @@ class Call:
         """A handle for a tensor that moves; the tensor itself if it stays."""
         tensor = tensor.detach()  # what is returned may not hold the argument, which holds the graph
         local = local_part(tensor)
-        if not self._moves(local):
+        if not takes_hooks_of_saved_tensors() or not self._moves(local):
             return tensor
         storage = self._storage_of(local)
         storage.note(local)
@@ -376,7 +376,7 @@ class Call:
     def move_kept_results(self) -> None:
         """Put handles in the place of the results that selective checkpoints keep beside autograd."""
         for mode in self.policies:
-            for container, key, entry in kept_results(mode):
+            for container, key, entry in kept_results(mode.storage):
                 container[key] = tree_map(self._packed_result, entry)
         self.policies.clear()
 

@@ -37,8 +37,12 @@ def names_of_run(checkpoint: Path) -> RunNames | None:
     if folder != run.checkpoints or not run.exists():
         return None
     config = run.config()
-    if config.finetune.method != "full":
+    if config.finetune.has_adapters:
         return RunNames(reason="the run has adapters, which `shardwright export` folds into its model")
+    if config.finetune.has_base:
+        return RunNames(
+            reason="its checkpoints do not hold frozen parameters; `shardwright export` adds them"
+        )
     shape = config.model.shape()
     if offers_of(shape).key_map is None:
         return RunNames(reason=f"its kind of model, {config.model.kind!r}, has no names of Hugging Face")

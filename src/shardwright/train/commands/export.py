@@ -116,7 +116,7 @@ def export(
     named = offers_of(shape).key_map is not None
     values = hugging_face.config_json(shape) if named else None
     generation = generation_settings(config, tokenizer, say) if named else None
-    merges = config.finetune.method != "full"
+    merges = config.finetune.has_base
     model = _with_base(config) if merges else _without_values(shape)
     if not merges and any(not parameter.requires_grad for parameter in model.parameters()):
         model = _with_base(config)

@@ -99,11 +99,11 @@ def generate(
     device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
     torch.manual_seed(config.run.seed)  # of a frozen base, which the checkpoint does not hold
     model = build_model(config.model, record["vocab_size"])
-    if config.finetune.method != "full":
+    if config.finetune.has_base:
         model.read_weights()  # of the frozen base, which the checkpoint does not hold
     adapt(model, config.finetune, config.run.seed)
     loading.load_newest_weights(checkpoints_of(folder, config), model, say=to_stderr, step=step)
-    if config.finetune.method != "full":
+    if config.finetune.has_base:
         check_same_base(folder.base_file, base_of(model, source_of(config)))
         merge(model.float())  # a narrower base would round what the adapters have learnt
     new_tokens = sample(

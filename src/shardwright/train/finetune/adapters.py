@@ -25,7 +25,7 @@ from shardwright.train.finetune.layers import (
     plain_class,
     row_lengths,
 )
-from shardwright.train.finetune.selection import layers_to_adapt, parameters_to_train
+from shardwright.train.finetune.selection import layers_to_adapt, parameters_to_freeze, parameters_to_train
 from shardwright.train.models.foreign.module import ADAPTER_PARAMETERS
 
 
@@ -44,14 +44,16 @@ def adapt(model: nn.Module, settings: FinetuneConfig, seed: int) -> None:
 
     Args:
         model: any module; see ``selection.blocks_of`` for its blocks.
-        settings: the section `[finetune]`. With method "full" nothing is changed.
+        settings: the section `[finetune]`. With method "full" the parameters that it names are frozen.
         seed: of the adapters and of their dropout.
 
     Raises:
         UserError: a pattern or the rank does not fit the model. Nothing was changed.
         RuntimeError: the model is sharded, or has adapters.
     """
-    if settings.method == "full":
+    if not settings.has_adapters:
+        for parameter in parameters_to_freeze(model, settings):
+            parameter.requires_grad_(False)
         return
     if any(unit_of(parameter) is not None for parameter in model.parameters()):
         raise RuntimeError("adapt was called for a sharded model; call it before fully_shard")
@@ -196,6 +198,10 @@ def statement(model: nn.Module) -> str:
     trained = sum(sizes[name] for name in trained_names(model))
     kinds = Counter(name.rpartition(".")[2] for name, _ in adapted_layers(model))
     layers = ", ".join(f"{name} x {count}" for name, count in kinds.items())
+    if not kinds:
+        return (
+            f"trains {trained:,} of {sum(sizes.values()):,} parameters ({trained / sum(sizes.values()):.2%})"
+        )
     rank = next((layer.lora_a.shape[0] for _, layer in adapted_layers(model)), 0)
     also = [name for name in trained_names(model) if not is_adapter(name)]
     more = f" and {len(also)} parameters of the base" if also else ""

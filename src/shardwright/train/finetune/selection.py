@@ -173,20 +173,64 @@ def parameters_to_train(model: nn.Module, settings: FinetuneConfig) -> list[str]
     Raises:
         UserError: a pattern fits no parameter.
     """
+    names = _first_names(model)
+    chosen = _matching(names, settings.train_also, "finetune.train_also")
+    return [name for name in dict.fromkeys(names.values()) if name in chosen]
+
+
+def parameters_to_freeze(model: nn.Module, settings: FinetuneConfig) -> list[nn.Parameter]:
+    """Return the parameters that `freeze` names, or all that `train_only` does not name.
+
+    A pattern fits the name of a parameter, or of a module that has it.
+
+    Raises:
+        UserError: a pattern fits none, or no parameter would be trained.
+    """
+    if not (settings.freeze or settings.train_only):
+        return []
+    names = _first_names(model)
+    key = "finetune.freeze" if settings.freeze else "finetune.train_only"
+    chosen = _matching(names, settings.freeze or settings.train_only, key, modules=True)
+    frozen = {name for name in names.values() if (name in chosen) == bool(settings.freeze)}
+    parameters = dict(model.named_parameters())
+    if not any(p.requires_grad for name, p in parameters.items() if name not in frozen):
+        raise UserError(f"{key}: expected a parameter that is trained, found none; leave some of them out")
+    return [p for name, p in parameters.items() if name in frozen]
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """The name of each parameter, and the first name of the same one, which has others where weights are tied."""
     first: dict[int, str] = {}
-    names: dict[str, str] = {}  # to the first name of the same parameter
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[name] = first.setdefault(id(parameter), name)
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def _matching(names: Mapping[str, str], patterns: Iterable[str], key: str, modules: bool = False) -> set[str]:
+    """The first names of the parameters that patterns fit. With `modules` a pattern may fit a module that has them.
+
+    Raises:
+        UserError: a pattern fits no parameter.
+    """
     chosen: set[str] = set()
-    for pattern in settings.train_also:
-        matches = [own for name, own in names.items() if fits(name, pattern)]
+    for pattern in patterns:
+        matches = [
+            own for name, own in names.items() if any(fits(each, pattern) for each in _within(name, modules))
+        ]
         if not matches:
             raise UserError(
-                f"finetune.train_also: expected patterns of parameters, found {pattern!r}, which fits none; "
+                f"{key}: expected patterns of parameters, found {pattern!r}, which fits none; "
                 + _nearest(pattern, list(names))
             )
         chosen.update(matches)
-    return [name for name in dict.fromkeys(names.values()) if name in chosen]
+    return chosen
+
+
+def _within(name: str, modules: bool) -> list[str]:
+    """The name of a parameter, and those of the modules that have it."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)] if modules else [name]
 
 
 def _nearest(pattern: str, names: list[str]) -> str:

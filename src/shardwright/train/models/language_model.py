@@ -67,6 +67,9 @@ class LanguageModel(nn.Module):
     #: Names of the parameters that are computed with in float32, whatever the precision of the others is.
     float32_names: Collection[str] = ()
 
+    #: Whether `flops_per_token` leaves out the gradients of frozen weights. Else those of linear layers are subtracted.
+    counts_frozen: bool = False
+
     #: Whether torch.compile makes one graph of a block. False: a graph may have breaks.
     whole_graph: bool = True
 

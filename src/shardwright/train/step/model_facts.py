@@ -30,10 +30,11 @@ class ModelFacts:
 
     @classmethod
     def of(cls, plain: LanguageModel, config: Config) -> ModelFacts:
+        skipped = 0 if getattr(plain, "counts_frozen", False) else adapters.skipped_flops(plain)
         return cls(
             in_words=model_in_words(config.model.shape(), config.model.kind),
             parameters=plain.num_params(),
-            flops_per_token=plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain),
+            flops_per_token=plain.flops_per_token(config.train.seq_len) - skipped,
             draws=plain.draws,
             foreign=plain.foreign,
         )

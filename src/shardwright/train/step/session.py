@@ -142,13 +142,13 @@ def _built(
             notices.say(changes)
         for line in lines:
             notices.say(line)
-        reads_weights = not resumes or config.finetune.method != "full"
+        reads_weights = not resumes or config.finetune.has_base
         trainer = Trainer(config, world, dataset, reads_weights, hooks_of(config))
         if resumes:
             notices.say(f"reading the newest checkpoint in {checkpoints_of(folder, config)}")
             with START.left_to_others():
                 loaded = trainer.load(folder, notices)
-        if config.finetune.method != "full":
+        if config.finetune.has_base:
             plain = trainer.engine.unwrapped(trainer.model)
             finetuning.prepare(plain, config, folder.base_file, resumes, world.mesh)
             notices.say(adapters.statement(trainer.model))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shardwright.extend import strategies
 from shardwright.train.config.catalog.engines import OWN_KEYS, engines_that
 from shardwright.train.config.catalog.kinds import kind_of
@@ -42,6 +44,43 @@ def _of_adapters(name: str) -> Conflict[Sections]:
         lambda c: (
             f"found {c.value_at(key)!r} with method 'full', which trains all parameters and has no adapters; set "
             f"finetune.method to 'lora' or 'dora', or leave {name} out"
+        ),
+    )
+
+
+#: Keys of `[finetune]` that freeze parameters without adapters.
+FREEZING = ("freeze", "train_only")
+
+
+def _of_full_training(name: str) -> Conflict[Sections]:
+    return Conflict(
+        (f"finetune.{name}", "finetune.method"),
+        lambda c: c.finetune.has_adapters and bool(getattr(c.finetune, name)),
+        lambda c: (
+            f"found {getattr(c.finetune, name)!r} with method {c.finetune.method!r}, which freezes all but "
+            f"adapters; name what else is trained in train_also, or leave {name} out"
+        ),
+    )
+
+
+#: What does not go together with frozen parameters, what is expected, and whether a value is another one.
+_WITHOUT_FROZEN: tuple[tuple[str, str, Callable[[Sections], bool]], ...] = (
+    ("parallel.tensor", "1", lambda c: c.parallel.tensor > 1),
+    ("train.float8", "'none'", lambda c: c.train.float8 != "none"),
+    (
+        "parallel.engine",
+        engines_that(lambda engine: not engine.flattens, style=repr),
+        lambda c: c.parallel.facts.flattens,
+    ),
+)
+
+
+def _of_few(key: str, expected: str, differs: Callable[[Sections], bool]) -> Conflict[Sections]:
+    return Conflict(
+        (key, "finetune.freeze", "finetune.train_only"),
+        lambda c: bool(c.finetune.freeze or c.finetune.train_only) and differs(c),
+        lambda c: (
+            f"expected {expected} with finetune.freeze or finetune.train_only, found {c.value_at(key)!r}"
         ),
     )
 
@@ -120,7 +159,13 @@ WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "expected 'none' or 'blocks' with activations.checkpoint = 'none', found {activations.offload!r}; without "
         "checkpointing a block keeps more than its inputs. Or set activations.checkpoint to 'full'",
     ),
-    *(_of_adapters(name) for name in FinetuneConfig.model_fields if name != "method"),
+    *(_of_adapters(name) for name in FinetuneConfig.model_fields if name not in ("method", *FREEZING)),
+    *(_of_full_training(name) for name in FREEZING),
+    Conflict(
+        ("finetune.train_only", "finetune.freeze"),
+        lambda c: bool(c.finetune.train_only and c.finetune.freeze),
+        "expected one of train_only and freeze, found both; name the trained parameters, or the frozen ones",
+    ),
     Conflict(
         ("finetune.dropout", "finetune.method"),
         lambda c: c.finetune.method == "dora" and c.finetune.dropout > 0,
@@ -323,6 +368,7 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "finetune.method = {finetune.method!r}, found {parallel.engine!r}; it keeps frozen and trained parameters in "
         "one flat parameter",
     ),
+    *(_of_few(key, expected, alone) for key, expected, alone in _WITHOUT_FROZEN),
     Conflict(
         ("train.loss_chunks", "parallel.engine"),
         lambda c: bool(c.train.loss_chunks) and c.parallel.facts.flattens,

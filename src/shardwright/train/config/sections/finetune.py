@@ -50,6 +50,17 @@ class FinetuneConfig(Section):
             'Parameters of the base that are trained in full, as patterns of names, such as ["*norm.weight"].'
         ),
     )
+    freeze: Patterns = Field(
+        default=(),
+        description=(
+            "Parameters that method full leaves as they are, as patterns of names of parameters or of modules, such as "
+            '["embed_tokens", "layers.0.*"]. Checkpoints do not hold them.'
+        ),
+    )
+    train_only: Patterns = Field(
+        default=(),
+        description="The parameters that method full trains, as patterns like those of freeze. All others are frozen.",
+    )
     base_dtype: DType = Field(
         default="float32",
         description=(
@@ -61,6 +72,17 @@ class FinetuneConfig(Section):
         default="",
         description="Folder of adapters in the format of peft to start from. Empty: new adapters.",
     )
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether layers get adapters."""
+        return self.method != "full"
+
+    @property
+    def has_base(self) -> bool:
+        """Whether parameters are frozen by these settings: checkpoints do not hold them, so a run states where they
+        come from, and a resume compares them."""
+        return self.has_adapters or bool(self.freeze or self.train_only)
 
     @property
     def scale(self) -> float:

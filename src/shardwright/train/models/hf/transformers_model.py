@@ -15,6 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,8 @@ from shardwright.train.models.foreign.module import ADAPTER_PARAMETERS, PREFIX, 
 from shardwright.train.models.foreign.units import Units, find_units
 from shardwright.train.models.hf.context import Divided
 from shardwright.train.models.hf.documents import Separation, separation_of
-from shardwright.train.models.language_model import draws_numbers, multiplied
+from shardwright.train.models.hf.flops import Uncountable, flops_of_sample
+from shardwright.train.models.language_model import draws_numbers
 from shardwright.train.models.packed import IGNORED, within_trained
 
 _WEIGHTS = (SAFETENSORS_INDEX, "model.safetensors")
@@ -180,21 +182,50 @@ class HuggingFaceModel(ForeignModel):
                 f"model.path: {reason}; take {CONFIG} and the weights from the same model"
             ) from error
 
-    def flops_per_token(self, seq_len: int) -> int:
-        """Six for each weight that a token is multiplied with, and 12 x width x length for each attention.
+    counts_frozen = True
 
-        Experts have weights of three dimensions. A token uses only the share of its experts.
+    def flops_per_token(self, seq_len: int) -> int:
+        """The operations of a trace without memory, see `flops`, and those of adapters, whose weights are all trained.
+
+        For a model that cannot be traced so: six for each weight that a token is multiplied with, four for a frozen
+        one, and 12 x heads x head_dim x length for each attention.
         """
+        own = dict(self.model.named_parameters())
+        added = sum(6 * p.numel() for name, p in own.items() if _is_adapter(name) and p.ndim == 2)
+        frozen = frozenset(name for name, p in own.items() if not p.requires_grad and not _is_adapter(name))
+        try:
+            return round(_traced_flops(self.config, seq_len, frozen, added > 0) / seq_len) + added
+        except Uncountable:
+            return self._estimated_flops(seq_len) + added
+
+    def _estimated_flops(self, seq_len: int) -> int:
         values = self.model.config.get_text_config()
-        weights = multiplied(self.model, self.model.get_input_embeddings(), self.tied)
+        own = [p for name, p in self.model.named_parameters() if not _is_adapter(name)]
+        embedding = self.model.get_input_embeddings()
+        looked_up = 0 if self.tied or embedding is None else sum(p.numel() for p in embedding.parameters())
+        trained = sum(p.numel() for p in own if p.requires_grad and p.ndim > 1)
+        weights = sum(p.numel() for p in own if p.ndim > 1)
+        # Experts have weights of three dimensions. A token uses only the share of its experts.
         experts = next((n for key in _EXPERTS if (n := getattr(values, key, 0))), 0)
-        if experts:
-            stacked = sum(p.numel() for p in self.model.parameters() if p.ndim == 3 and p.shape[0] == experts)
-            used = next((n for key in _USED if (n := getattr(values, key, 0))), experts)
-            weights -= stacked - stacked * used // experts
+        used = next((n for key in _USED if (n := getattr(values, key, 0))), experts)
+        stacked = sum(p.numel() for p in own if experts and p.ndim == 3 and p.shape[0] == experts)
+        unused = stacked - stacked * used // experts if experts else 0
+        share = (weights - looked_up - unused) / max(1, weights)
         children = [{name for name, _ in block.named_children()} for block in self.blocks()]
         attentions = sum(any("attn" in name or "attention" in name for name in names) for names in children)
-        return 6 * weights + 12 * attentions * int(getattr(values, "hidden_size", 0)) * seq_len
+        heads = int(getattr(values, "num_attention_heads", 0) or 0)
+        head = getattr(values, "head_dim", None) or int(getattr(values, "hidden_size", 0)) // max(1, heads)
+        return round(share * (4 * weights + 2 * trained)) + 12 * attentions * heads * int(head) * seq_len
+
+
+@functools.lru_cache(64)
+def _traced_flops(shape: HuggingFaceShape, seq_len: int, frozen: frozenset[str], adapters: bool) -> float:
+    build = functools.partial(_build, replace(shape, weights="pretrained"))  # which draws no values
+    return flops_of_sample(build, lambda name: name not in frozen, seq_len, adapters)
+
+
+def _is_adapter(name: str) -> bool:
+    return name.rpartition(".")[2] in ADAPTER_PARAMETERS
 
 
 _BALANCE_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]

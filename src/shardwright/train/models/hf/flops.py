@@ -1,0 +1,143 @@
+"""Floating-point operations of a token in models of transformers, counted while the model runs without memory.
+
+The model is built again on the meta device, and one forward and backward of it count their products by torch's own
+formulas. What its modules are named does not matter. transformers is imported when a model is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardwright._torch import outside_dispatch_modes
+from shardwright.train.models.hf.documents import unnoticed
+
+#: The name of the attention here in transformers' interface.
+NAME = "shardwright_counted"
+#: Tokens of a trace, which is longer for models that work in chunks of so many tokens. transformers' linear attention
+#: has chunks of 64 that no configuration states.
+_LENGTH, _LINEAR = 8, 64
+#: Keys of configurations: tokens of a chunk of a recurrent layer.
+_CHUNKS = ("chunk_size", "mamba_chunk_size", "chunk_length", "linear_chunk_size")
+#: Forward of a product, and the gradients of its two factors.
+_PASSES = 3
+
+
+class Uncountable(Exception):
+    """The model does not run without memory."""
+
+
+def flops_of_sample(
+    build: Callable[[], nn.Module], trained: Callable[[str], bool], length: int, adapters: bool = False
+) -> float:
+    """Return the operations of forward and backward for a sample of `length` tokens.
+
+    Attention of transformers' interface counts the keys that a token may see: all of the sample, as is usual, or those
+    of its window. Other parts are linear in the tokens or quadratic, which two short traces show, so that recurrent
+    layers that work token by token are traced in a moment.
+
+    Args:
+        build: makes the model of transformers, on the default device.
+        trained: says by the name of a parameter whether it is trained: a frozen weight has no gradient to compute.
+        length: of the sample.
+        adapters: whether layers have adapters, which `build` leaves out: gradients reach the first layer then.
+
+    Raises:
+        Uncountable: the model does not run on the meta device.
+    """
+    failure: Exception | None = None
+    with outside_dispatch_modes(), unnoticed(), torch.device("meta"):
+        for own_attention in (True, False):
+            try:
+                model: Any = build()
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_(trained(name) and parameter.is_floating_point())
+                if adapters:
+                    model.get_input_embeddings().register_forward_hook(
+                        lambda module, inputs, result: (
+                            result if result.requires_grad else result.requires_grad_()
+                        )
+                    )
+                return _counted(model, length, own_attention)
+            except Exception as error:  # of code that is not ours
+                failure = failure or error
+    raise Uncountable(f"{type(failure).__name__}: {failure}") from failure
+
+
+def _counted(model: Any, length: int, own_attention: bool) -> float:
+    """The operations of a sample. With `own_attention` the model calls the attention here, else its own one."""
+    attentions = _Attentions()
+    values = model.config.get_text_config().to_dict()
+    short = max(_LENGTH, *(n for key in _CHUNKS if isinstance(n := values.get(key), int)), 0)
+    if any(key.startswith("linear_") for key in values):
+        short = max(short, _LINEAR)
+    with attentions.counted(model, own_attention):
+        if length <= 2 * short:
+            return _traced(model, length, own_attention) + attentions.flops(length)
+        one, two = (_traced(model, n, own_attention) for n in (short, 2 * short))
+    # one = a L + b L^2, two = 2 a L + 4 b L^2
+    quadratic = max(0.0, (two - 2 * one) / 2) / short**2
+    return (one / short - quadratic * short) * length + quadratic * length**2 + attentions.flops(length)
+
+
+def _traced(model: Any, length: int, own_attention: bool) -> float:
+    """The operations of a forward and backward, without those of attention that `_Attentions` counts."""
+    # transformers makes a mask by reading values, unless there is one, or the attention takes none.
+    mask = {} if own_attention else {"attention_mask": torch.zeros(1, 1, length, length)}
+    with FlopCounterMode(display=False) as counter:
+        tokens = torch.zeros(1, length, dtype=torch.int64)
+        logits = model(input_ids=tokens, use_cache=False, return_dict=True, **mask).logits
+        if logits.requires_grad:
+            logits.sum().backward()
+    return float(counter.get_total_flops())
+
+
+class _Attentions:
+    """The attention of the last forward: of each call its products for a pair of tokens, and the keys it may see."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[float, int | None]] = []
+
+    @contextlib.contextmanager
+    def counted(self, model: Any, own_attention: bool) -> Iterator[None]:
+        """Prepare the model for traces. With `own_attention` it calls the attention here, if it takes another one."""
+        from transformers import AttentionInterface
+
+        if model._can_set_attn_implementation():
+            AttentionInterface.register(NAME, functools.partial(_attention, self))
+            model.set_attn_implementation(NAME if own_attention else "eager")
+        if getattr(model, "_can_set_experts_implementation", bool)():
+            model.set_experts_implementation("batched_mm")  # without reading which expert has which token
+        model.train()
+        model.register_forward_pre_hook(lambda *_: self._calls.clear())
+        yield
+
+    def add(self, query: Tensor, value: Tensor, window: int | None, passes: float) -> None:
+        heads, width = query.shape[1], query.shape[-1] + value.shape[-1]
+        self._calls.append((2.0 * len(query) * heads * width * passes, window))
+
+    def flops(self, length: int) -> float:
+        return sum(of_pair * length * min(window or length, length) for of_pair, window in self._calls)
+
+
+def _attention(
+    attentions: _Attentions,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """An attention of transformers' interface without a product: its result depends on all that it gets."""
+    passes = _PASSES if any(t.requires_grad for t in (query, key, value)) else 1
+    attentions.add(query, value, sliding_window, passes)
+    result = value.mean((1, 2), keepdim=True) + (query.mean(-1, keepdim=True) + key.mean())
+    return result.transpose(1, 2).contiguous(), None

@@ -1,0 +1,119 @@
+"""Operations of a token in models of transformers, against torch's counter on the real model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardwright.train.config import Config
+from shardwright.train.finetune.adapters import adapt
+from shardwright.train.models.build import model_of
+from shardwright.train.models.hf.documents import unnoticed
+from shardwright.train.step.model_facts import ModelFacts
+from tests.train.kit.jobs import tiny
+from tests.train.models.kit.foreign import NATIVE
+from tests.train.models.table.small import causal_types, save_config, small_config
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+#: Their traces in a test of the first tier: a plain one, heads wider than the model, experts, latent attention,
+#: recurrent layers, positions in a table, and a window.
+FEW = ("llama", "qwen3", "gpt_oss", "qwen3_moe", "deepseek_v3", "mamba2", "gpt2", "gemma3_text", "falcon")
+#: Their forward reads values of tensors in ways that no trace without memory can.
+ESTIMATED = {"diffllama", "jetmoe"}
+
+
+def job(path: Path, length: int, **finetune: Any) -> Config:
+    return tiny(
+        model={**dict.fromkeys(NATIVE), "kind": "hf", "path": str(path), "weights": "random"},
+        train={"seq_len": length, "global_batch": 4, "micro_batch": 1},
+        finetune=finetune,
+    )
+
+
+def counted_by_torch(config: Any, length: int, model: Any = None) -> float:
+    """Of a token, in forward and backward of the real model, whose attention and experts are plain products."""
+    if model is None:
+        options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).train()
+    tokens = torch.randint(3, 200, (1, length), generator=torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    return counter.get_total_flops() / length
+
+
+def facts(config: Config) -> ModelFacts:
+    model = model_of(config.model.shape())
+    adapt(model, config.finetune, 0)
+    return ModelFacts.of(model, config)
+
+
+def compare(kind: str, folder: Path, length: int) -> float:
+    """The relative difference."""
+    with unnoticed():
+        config = small_config(kind)
+        save_config(config, folder / kind)
+        own = facts(job(folder / kind, length)).flops_per_token
+        return own / counted_by_torch(config, length) - 1
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_operations_are_those_that_torch_counts(kind: str, tmp_path: Path) -> None:
+    # No token is beyond a window, of which torch counts the products that are masked, too.
+    assert abs(compare(kind, tmp_path, 8)) < 0.01
+
+
+@pytest.mark.extensive("architectures of transformers")
+@pytest.mark.parametrize("part", range(4))
+def test_operations_of_every_architecture(part: int, tmp_path: Path) -> None:
+    wrong = {}
+    for kind in causal_types()[part::4]:
+        try:
+            with unnoticed():
+                small_config(kind)
+        except ValueError:
+            continue
+        try:
+            difference = compare(kind, tmp_path, 8)
+        except Exception as error:
+            if "expected a causal language model" in str(error):
+                continue  # an encoder
+            raise AssertionError(f"{kind}: {type(error).__name__}: {error}") from error
+        if abs(difference) > (0.15 if kind in ESTIMATED else 0.03):
+            wrong[kind] = f"{difference:+.1%}"
+    assert not wrong
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma3_text"])
+def test_longer_samples_are_not_traced_whole(kind: str, tmp_path: Path) -> None:
+    length = 48
+    with unnoticed():
+        config = small_config(kind)
+        save_config(config, tmp_path / kind)
+        own = facts(job(tmp_path / kind, length)).flops_per_token
+        wanted = counted_by_torch(config, length)
+        if kind == "gemma3_text":  # of whose masked products torch counts all
+            local = sum(each == "sliding_attention" for each in config.layer_types)
+            wanted -= 12 * local * config.num_attention_heads * config.head_dim * (length - 8)
+    assert own == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_frozen_weights_have_no_gradients_to_count(kind: str, tmp_path: Path) -> None:
+    """Packed experts, too."""
+    with unnoticed():
+        config = small_config(kind)
+        save_config(config, tmp_path / kind)
+        settings = job(tmp_path / kind, 8, method="lora", rank=1, targets=["q_proj"])
+        own = facts(settings).flops_per_token
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model.set_experts_implementation("eager")
+        adapt(model, settings.finetune, 0)
+        wanted = counted_by_torch(config, 8, model.train())
+        alone = facts(job(tmp_path / kind, 8)).flops_per_token
+    # What is before the first adapter needs no gradient.
+    assert own == pytest.approx(wanted, rel=0.06) and own < 0.8 * alone
