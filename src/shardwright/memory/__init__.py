@@ -14,6 +14,7 @@ from shardwright.memory.slab import (
     is_in_slab,
     observe,
     resize,
+    slab_of,
 )
 from shardwright.memory.trace import Recorder
 
@@ -34,5 +35,6 @@ __all__ = [
     "pack",
     "peak",
     "resize",
+    "slab_of",
     "slots",
 ]

@@ -43,6 +43,9 @@ class _Slabs:
     def resized(self, storage: torch.UntypedStorage) -> None:
         return None
 
+    def exchanged(self, one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
+        self._recorder.exchanged(one, two)
+
 
 @contextmanager
 def trace(

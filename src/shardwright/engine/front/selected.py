@@ -28,6 +28,7 @@ from shardwright.engine.tensors.ragged_numbers import Number, read_number
 from shardwright.engine.tensors.sharded_tensor import ShardedTensor, average_number, is_real
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete, reduces_now
+from shardwright.engine.weights.unready import explain
 
 Runner = Callable[..., Any]
 #: The unit and the full form of a selected parameter.
@@ -41,23 +42,35 @@ def hook_backward() -> None:
 
 
 def _run(original: Runner, *args: Any, **options: Any) -> Any:
-    with NOTHING if in_backward() else running_backward():
+    inner = in_backward()
+    with NOTHING if inner else running_backward():
         _average_roots(args[0])
-        if not args[4]:  # inputs
-            return original(*args, **options)
-        with selecting():
-            return _run_selected(original, *args, **options)
+        try:
+            if not args[4]:  # inputs
+                with selecting(None) if inner else NOTHING:
+                    return original(*args, **options)
+            selected = [_parameter_of(each) for each in args[4]]
+            targets = _targets(selected)
+            with selecting({unit for unit, _ in targets.values()}):
+                return _run_selected(original, selected, targets, *args, **options)
+        except RuntimeError as error:
+            explain(error)
+            raise
 
 
-def _run_selected(original: Runner, *args: Any, **options: Any) -> Any:
+def _run_selected(
+    original: Runner,
+    selected: list[torch.Tensor | None],
+    targets: dict[int, Target],
+    *args: Any,
+    **options: Any,
+) -> Any:
     outputs, gradients, retain, create, inputs, *rest = args
-    selected = [_parameter_of(each) for each in inputs]
     if any(map(is_transformed, gradients)) and any(isinstance(p, Managed) for p in selected):
         raise RuntimeError(
             "torch.autograd.grad with is_grads_batched=True got sharded parameters, but gradients are reduced over "
             "the ranks for one backward at a time. Call it once for each row of grad_outputs."
         )
-    targets = _targets(selected)
     if not targets:
         return original(*args, **options)
     run = functools.partial(original, outputs, gradients, retain, create)
