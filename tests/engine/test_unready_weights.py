@@ -1,4 +1,4 @@
-"""Reads of weights that are not gathered: equal to the plain model, or an error that names the unit; never other numbers.
+"""Reads of weights that are not gathered are equal to the plain model, or raise an error that names the unit.
 
 A table of programs: what keeps a tensor that no unit returns, when backward starts from it, whether the units are
 frozen, and the memory and strategy of the model.
@@ -23,7 +23,7 @@ kept: list[torch.Tensor] = []
 
 
 class Keeping(torch.autograd.Function):
-    """A product whose backward reads the weight that its author put into an attribute, which autograd does not check."""
+    """A product whose backward reads a weight from an attribute, which autograd does not check."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

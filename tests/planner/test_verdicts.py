@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.planner.allocator import Rules
+from shardwright.planner.allocator import CachingAllocator, Rules, run
 from shardwright.planner.devices import GIB, Device, DeviceError, known_devices, parse_devices
 from shardwright.planner.program import (
     Alloc,
@@ -264,3 +264,26 @@ def test_the_memory_of_a_host_is_in_the_file_of_its_device(tmp_path: Path) -> No
     file.write_text("gib = 80\nhost_gib = -1\n")
     with pytest.raises(DeviceError, match="expected host_gib, the memory of a node's host in GiB, found -1"):
         parse_devices(str(file), none)
+
+
+def test_later_steps_may_reserve_more_than_the_first_two() -> None:
+    """Each step finds the block of the step before, which lies elsewhere in the cache than that of the first one."""
+    mib = 1 << 20
+    sizes = (22, 22, 11, 14, 11, 14)
+    events: list[Event] = [Phase("build"), Alloc(0, 100 * mib, "compute", 0)]
+    for first in (1, 7):
+        blocks = range(first, first + 6)
+        taken = [Alloc(block, size * mib, "compute", 1) for block, size in zip(blocks, sizes, strict=True)]
+        kept = [Free(first - 1)] if first > 1 else []
+        events += [Phase("step"), Phase("forward"), *taken[:2], *kept]
+        for i in range(4):
+            events += [*taken[2 + i : 3 + i], Free(first + i)]
+        events.append(Free(first + 4))
+    reserved = []
+    for count in (0, 3):
+        allocator = CachingAllocator(Rules())
+        for each in Program(events, OWNERS).with_further_steps(count):
+            run(allocator, each)
+        reserved.append(allocator.peak.reserved)
+    assert reserved == [170 * mib, 192 * mib]
+    assert judge(Program(events, OWNERS), known_devices()["h100"], 1).unlimited.reserved == 192 * mib

@@ -538,3 +538,58 @@ def test_a_gather_may_be_larger_than_the_memory_of_this_machine() -> None:
     # Weights, those of the unit ahead, and two reductions: with all eight units there would be 4 TiB of weights.
     assert 512 << 30 <= verdict.exact["slabs"] <= 4 * 512 << 30
     assert {each[0] >> 40 for each in verdict.parts.values()} == {verdict.peak.nbytes >> 40}
+
+
+def test_activations_of_a_unit_that_is_a_module_of_torch_are_no_slabs() -> None:
+    """The engine calls such a module, and then torch makes its results."""
+
+    class Own(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    def groups(kind: type[nn.Linear], shards: bool) -> dict[str, int]:
+        def loop() -> None:
+            model = nn.Sequential(*(kind(256, 256) for _ in range(3)))
+            for layer in (*model, model) if shards else ():
+                sw.fully_shard(layer)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                model(torch.zeros(512, 256)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return {
+            group: n for group, n in sw.plan(loop, on="2xh100").peak.by_group().items() if group != "other"
+        }
+
+    assert groups(nn.Linear, True) == groups(Own, True)
+    assert groups(nn.Linear, True)["activations"] == groups(nn.Linear, False)["activations"]
+
+
+def test_a_layer_of_an_lstm_keeps_what_backward_needs() -> None:
+    """oneDNN's, of a real one: gates and states of each step."""
+    steps, samples, size = 20, 8, 256
+
+    def kept() -> int:
+        sizes: list[int] = []
+        model = nn.LSTM(64, size)
+        x = torch.randn(steps, samples, 64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(t.nbytes) or t,
+            lambda t: t,  # type: ignore[func-returns-value]
+        ):
+            model(x)
+        return max(sizes)
+
+    def loop() -> None:
+        model = nn.LSTM(64, size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.zeros(steps, samples, 64))[0].sum().backward()
+            optimizer.step()
+
+    program = program_of_loop(loop, 1, "cpu")
+    planned = max(
+        e.nbytes for e in program.events if isinstance(e, Alloc) and e.nbytes > 4 * steps * samples * size
+    )
+    assert planned == pytest.approx(kept(), rel=0.02)

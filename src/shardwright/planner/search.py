@@ -20,6 +20,8 @@ Later = Callable[[], "Found | None"]
 """Waits for a plan; None: the settings do not go together."""
 Plan = Callable[[Keys], Later]
 """Begins the plan of some settings."""
+#: Plans that are made at a time if nobody says how many: more of them are often plans that others make needless.
+MOST_AT_A_TIME = 4
 NEAR = (
     1.1  #: times the time of the fastest settings, up to which others may become faster with the rest changed
 )

@@ -16,7 +16,6 @@ from shardwright.planner.allocator import (
     OutOfMemoryError,
     Rules,
     Usage,
-    replay,
     run,
 )
 from shardwright.planner.cycles import without_collections
@@ -36,7 +35,7 @@ PROCESS = 3 * GIB
 STAGING_STEP = 2 << 20
 #: A part of the reserved bytes by which the plan may be off.
 MARGIN = 0.03
-#: Steps after those of a program, in which the allocator comes to rest if the device is full.
+#: Steps after those of a program, in which the allocator comes to rest.
 FURTHER_STEPS = 3
 
 
@@ -228,7 +227,7 @@ def judge(
     runtime = runtime_of(ranks, device.kind)
     allowed = int(rules.fraction * device.nbytes) if rules.fraction < 1 else None
     room = min(room_of(device, runtime, ranks), device.nbytes if allowed is None else allowed)
-    unlimited = replay(program.events, rules)
+    unlimited = _in_later_steps(program, rules)
     answer: Answer = "yes"
     if room - unlimited.peak.reserved < MARGIN * unlimited.peak.reserved:
         answer = "barely"
@@ -265,6 +264,23 @@ def _with_host(verdict: Verdict) -> Answer:
         return "no"
     is_tight = verdict.host_left < MARGIN * verdict.host_need
     return "barely" if is_tight and verdict.answer == "yes" else verdict.answer
+
+
+def _in_later_steps(program: Program, rules: Rules) -> CachingAllocator:
+    """Return the allocator without a limit after the program with further steps.
+
+    A later step finds other holes in the cache than the first two, and may need more. If one further step does not,
+    no other ones are made.
+    """
+    for count in (1, FURTHER_STEPS):
+        allocator = CachingAllocator(rules)
+        reserved: list[int] = []
+        for events in program.with_further_steps(count):
+            run(allocator, events)
+            reserved.append(allocator.peak.reserved)
+        if reserved[1] == reserved[-2]:  # after the steps of the program, and after the further ones
+            break
+    return allocator
 
 
 def _in_room(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Callable
@@ -180,14 +181,14 @@ def _figures(key: str, values: Any) -> Figures:
         raise DeviceError(f"device {key}: expected a table [speed], found {values!r}")
     if unknown := values.keys() - _SPEED:
         raise DeviceError(f"device {key}: [speed] has {min(unknown)!r}; expected {', '.join(sorted(_SPEED))}")
-    generation = values.get("generation")
+    flops = values.get("tflops")
+    if not isinstance(flops, dict) or "float32" not in flops:
+        raise DeviceError(f"device {key}: expected tflops, a table of dtypes with float32, found {flops!r}")
+    generation = values.get("generation") or _likely_generation(flops)
     if generation not in (*GENERATIONS, MEASURED):
         raise DeviceError(
             f"device {key}: expected a generation of {', '.join(GENERATIONS)}, found {generation!r}"
         )
-    flops = values.get("tflops")
-    if not isinstance(flops, dict) or "float32" not in flops:
-        raise DeviceError(f"device {key}: expected tflops, a table of dtypes with float32, found {flops!r}")
 
     def number(name: str, what: str, most: float) -> float:
         return _number(key, values, name, what, most)
@@ -208,6 +209,20 @@ def _figures(key: str, values: Any) -> Figures:
         host_memory=optional("host_memory", "GB/s of the memory of a node's host"),
         pcie=optional("pcie", "GB/s between the host and a device"),
     )
+
+
+def _likely_generation(flops: dict[str, Any]) -> str:
+    """Return the generation of the known device with the most similar peaks, for a file that names none."""
+    found = (device.figures for device in known_devices().values())
+    known = [figures for figures in found if figures is not None]
+
+    def distance(figures: Figures) -> float:
+        names = [name for name in flops if name in figures.flops and isinstance(flops[name], int | float)]
+        return sum(abs(math.log(max(1e12 * flops[n], 1.0) / figures.flops[n])) for n in names) / max(
+            len(names), 1
+        )
+
+    return min(known, key=distance).generation
 
 
 def _power(key: str, values: dict[str, Any]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import multiprocessing
 import os
 import signal
@@ -12,8 +13,9 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +38,7 @@ from shardwright.train.commands.plans.grids import changed, divides_loss, furthe
 from shardwright.train.commands.plans.plan import assumptions, head, is_padded, one_line, program_of, say
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config
+from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.errors import UserError, counted
 from shardwright.train.report.progress import patience, to_stderr
 
@@ -43,6 +46,9 @@ _Result = tuple[Found, Speed] | str | None
 SHOWN = 5  #: plans beside the best one
 USUAL = 20  #: plans of a search, about
 SECONDS = 7.0  #: between two lines about a search, where stderr is no terminal
+#: Modules that all plans need, and that take seconds to import. Importing them starts no threads.
+PRELOADED = ("shardwright.train.planning.programs", "torch._dynamo")
+OF_TRANSFORMERS = "transformers.modeling_utils"  #: the same for models of transformers
 EXPOSED = 0.1  #: the part of a step in which the device waits for collectives, from which on these may help
 
 
@@ -151,7 +157,8 @@ def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, p
 
     further, smaller, last = further_settings(config, job.ranks, device.figures, dict(job.keys))
     made = _Plans(functools.partial(planned, job, device, rules, caches))
-    with _pool(processes) as made.pool, patience(_Shown(), made.words):
+    further_modules = [OF_TRANSFORMERS] if isinstance(config.model.shape(), HuggingFaceShape) else []
+    with _pool(processes, further_modules) as made.pool, patience(_Shown(), made.words):
         now = made.plan(())()
         fixed: Keys = (("parallel.layout", "ragged"),) if now is not None and now.is_padded else ()
         grids = functools.partial(
@@ -291,16 +298,23 @@ def found_of(keys: Keys, verdict: Verdict, seconds: float) -> Found:
 
 
 @contextmanager
-def _pool(processes: int) -> Iterator[Executor | None]:
-    """Processes that make plans; None: this one does. They end at once with the search, also if it is interrupted."""
+def _pool(processes: int, further: Sequence[str] = ()) -> Iterator[Executor | None]:
+    """Processes that make plans; None: this one does.
+
+    They end at once with the search, also if it is interrupted. ``further``: modules that all of them need.
+    """
     if processes == 1:
-        yield None
+        from shardwright.train.planning.programs import search_of_plans  # which imports torch
+
+        with search_of_plans():
+            yield None
         return
     _start_tracker_quietly()
     others = set(multiprocessing.active_children())
-    quietly = functools.partial(warnings.simplefilter, "ignore")
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), quietly) as pool:
+    with ProcessPoolExecutor(processes, _context(further), _begin_process) as pool:
         try:
+            with _interrupts_held():
+                pool.submit(int)  # forks, while this process has no other threads
             yield pool
         except BrokenProcessPool:
             raise UserError(
@@ -311,6 +325,27 @@ def _pool(processes: int) -> Iterator[Executor | None]:
             for process in set(multiprocessing.active_children()) - others:
                 process.kill()
             raise
+
+
+def _begin_process() -> None:
+    warnings.simplefilter("ignore")
+    from shardwright.train.planning.programs import open_search
+
+    open_search()
+
+
+def _context(further: Sequence[str]) -> BaseContext:
+    """Return the way in which processes start. On Linux this process imports what plans need, and each process is a
+    fork of it: imports in each of eight processes were the larger part of the time of a short search."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    for name in (*PRELOADED, *further):
+        with suppress(ImportError):  # of what is not installed, which the plan says better
+            importlib.import_module(name)
+    import torch
+
+    # A fork cannot use CUDA after its parent has. No plan does, but a driver may know better.
+    return multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
 
 
 def _start_tracker_quietly() -> None:

@@ -21,7 +21,7 @@ def edits_of(config: Config, kind: str, is_padded: bool = False) -> Iterator[tup
     train, parallel = config.train, config.parallel
     if is_padded and parallel.facts.has_own_keys and parallel.layout == "per_parameter":
         yield [("parallel.layout", "ragged")], _STATE
-    ways = {"none": ("ops", "full"), "ops": ("full",), "layers": ("full",)}
+    ways = {"none": ("ops", "full"), "ops": ("half_ops", "full"), "half_ops": ("full",), "layers": ("full",)}
     for way in ways.get(config.activations.checkpoint, ()):
         yield [("activations.checkpoint", way)], ("activations",)
     if not train.loss_chunks and not parallel.facts.flattens:
