@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
 from shardwright._torch import TorchDispatchMode
@@ -68,7 +67,6 @@ def test_results_that_are_written_in_place(name: str, kind: str, offloaded: bool
             assert torch.equal(own.grad, other.grad)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("backward", [False, True])
 def test_kept_results_are_freed_without_the_collector(backward: bool) -> None:
     products: list[StorageWeakRef] = []
@@ -93,7 +91,8 @@ def test_kept_results_are_freed_without_the_collector(backward: bool) -> None:
         assert products and all(each.expired() for each in products)
     finally:
         gc.enable()
-=======
+
+
 @pytest.mark.parametrize("kind, again", [("none", 0), ("ops", 0), ("half_ops", 2), ("full", 4)])
 def test_so_many_products_are_computed_again(kind: str, again: int) -> None:
     """Of a block with four. Each needs two more for its gradients."""
@@ -121,4 +120,3 @@ def test_so_many_products_are_computed_again(kind: str, again: int) -> None:
     with Products() as products:
         blocks[0](x).sum().backward()
     assert products.count == 4 + again + 8
->>>>>>> h4

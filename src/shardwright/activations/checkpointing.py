@@ -72,18 +72,11 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], kind: str, every: int = 1, dr
 
 def _contexts(every: int) -> tuple[Any, Any]:
     """Return the dispatch modes of one selective checkpoint: the one for forward, and the one for its recomputation."""
-<<<<<<< HEAD
-    policy = _Policy()
+    policy = _Policy(every)
     keeps, recomputes = create_selective_checkpoint_contexts(policy)
     policy.storage = keeps.storage
     note_policy(keeps)
     return keeps, recomputes
-=======
-    policy = _Policy(every)
-    policy.keeps, recomputes = create_selective_checkpoint_contexts(policy)
-    note_policy(policy.keeps)
-    return policy.keeps, recomputes
->>>>>>> h4
 
 
 class _Policy:
@@ -111,17 +104,13 @@ class _Policy:
             if not ctx.is_recompute:
                 self._let_go(schema, args, kwargs)
             return CheckpointPolicy.PREFER_RECOMPUTE
-<<<<<<< HEAD
-        if schema.name not in SAVED_OPS or (ctx.is_recompute and was_let_go(self.storage, op)):
-=======
         if schema.name not in SAVED_OPS:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if schema.name in PRODUCTS:
             self._products[ctx.is_recompute] += 1
             if (self._products[ctx.is_recompute] - 1) % self._every:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-        if ctx.is_recompute and was_let_go(self.keeps, op):
->>>>>>> h4
+        if ctx.is_recompute and was_let_go(self.storage, op):
             return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
 

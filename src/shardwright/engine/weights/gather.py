@@ -410,7 +410,7 @@ class SecondaryShard:
         """``full``: where a gather writes the full weights, as bytes, whose memory is that of ``weights``."""
         sizes = [t.numel() // comm.world_size for t in full]
         self._sources = [
-            weights.byte_view(t.storage_offset() + comm.rank * size, size)
+            weights.byte_view(int(t.storage_offset()) + comm.rank * size, size)
             for t, size in zip(full, sizes, strict=True)
         ]
         self.slab = Slab(sum(sizes), full[0].device, "secondary shard", owner)

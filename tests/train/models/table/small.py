@@ -107,7 +107,7 @@ def _small(of: Any, own: dict[str, Any], complete: bool) -> dict[str, Any]:
         values = of().to_dict()
     except Exception:  # of code that is not ours: this type has no default
         values = {name: p.default for name, p in inspect.signature(of).parameters.items()}
-    if own is OWN.get(getattr(of, "model_type", ""), None) and {"vocab_size"} <= own.keys():
+    if own is OWN.get(getattr(of, "model_type", "")) and {"vocab_size"} <= own.keys():
         small = dict(own)
     else:
         small = _less(values) | own
