@@ -22,11 +22,12 @@ from datetime import timedelta
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
+from types import MemberDescriptorType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives
@@ -129,11 +130,18 @@ _CloneArgBeforeMutateMode = _probe(_graph, "_CloneArgBeforeMutateMode")
 
 #: Moves version counters without an operation.
 increment_version = _probe(torch.autograd.graph, "increment_version")
+#: Called with a tuple of tensors and a tuple of numbers: what their version counters become.
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = _probe(
+    torch._C, "_autograd", "_unsafe_set_version_counter"
+)
 
 #: Unlike ``Tensor.__dlpack__`` it serves devices that were added to torch, and no stream waits for another.
 _to_dlpack = _probe(torch._C, "_to_dlpack")
 
-if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):  # since torch 2.12
+#: Whether two storages can exchange their memory without a compiled helper, as torch 2.12 and later can.
+SWAPS_MEMORY = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+if SWAPS_MEMORY:
 
     def swap_memory(one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
         """Exchange the memory and the sizes of two storages. Views of them see it."""
@@ -188,6 +196,27 @@ def kept_results(mode: Any) -> list[tuple[Any, Any, Any]]:
         keys = list(entries) if isinstance(entries, dict) else range(len(entries))
         found += [(entries, key, entries[key]) for key in keys]
     return found
+
+
+#: torch's own mark for results that are computed again. Versions that keep results in lists have none.
+_LET_GO = getattr(torch.utils.checkpoint, "_RECOMPUTE", object())
+
+
+def let_go_result(container: Any, key: Any) -> None:
+    """Let backward compute one of the `kept_results` again."""
+    container[key] = _LET_GO
+
+
+def was_let_go(mode: Any, operation: Any) -> bool:
+    """Return whether the result that a recomputation takes next for this operation was let go, and take it.
+
+    Only for versions of torch that keep lists of results: they ask the policy in the recomputation, and only then.
+    """
+    entries = mode.storage.get(operation)
+    if not entries or entries[0] is not _LET_GO:
+        return False
+    entries.pop(0)
+    return True
 
 
 def block_of(memory: torch.Tensor, nbytes: int) -> torch.UntypedStorage:
@@ -783,6 +812,77 @@ def _subclasses_dispatch() -> bool:
 subclasses_dispatch = _subclasses_dispatch()
 
 
+#: Set an object's class also where its class gives another one as ``__class__`` (``tensors/same_object.py``).
+set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
+_exchange_tensors = getattr(torch._C, "_swap_tensor_impl", None)
+_EMPTY = torch.empty(0, device="cpu")
+#: The number of references to a tensor in C++: that of its object, and those of graphs.
+_references_to = _probe(torch.Tensor, "_use_count")
+#: Whether an object that is laid out as ``nn.Parameter`` can become a sharded tensor.
+objects_become_sharded = subclasses_dispatch and _exchange_tensors is not None
+
+
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two Python objects exchange what they are: tensor, class and attributes. References to them stay.
+
+    As ``torch.utils.swap_tensors``, but weak references and graphs may refer to them. A graph keeps the tensor, not the
+    object. Both objects must have the same gradient hooks, which stay where they are.
+
+    Raises:
+        RuntimeError, TypeError: the objects are laid out differently, or C++ refers to a tensor weakly. Nothing has
+            changed then.
+    """
+    if _exchange_tensors is None:
+        raise RuntimeError(f"torch {torch.__version__} cannot exchange tensors")
+    kinds = type(one), type(other)
+    slots = [name for name in DTensor.__slots__ if all(_is_slot(kind, name) for kind in kinds)]
+    set_class(one, kinds[1])
+    try:
+        set_class(other, kinds[0])
+        _exchange_tensors(one, other)
+    except BaseException:
+        set_class(one, kinds[0])
+        set_class(other, kinds[1])
+        raise
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    for name in slots:
+        values = getattr(one, name), getattr(other, name)
+        setattr(one, name, values[1])
+        setattr(other, name, values[0])
+
+
+def _is_slot(kind: type, name: str) -> bool:
+    return isinstance(getattr(kind, name, None), MemberDescriptorType)
+
+
+def moved_into(kind: type, source: Any) -> Any:
+    """Return an object of class ``kind``, laid out as a plain tensor, that is the tensor ``source``.
+
+    ``source`` is an empty tensor afterwards. Its slots are attributes of the result.
+    """
+    assert _exchange_tensors is not None
+    made = make_subclass(torch.Tensor, _EMPTY)
+    attributes = {**vars(source), **{name: getattr(source, name) for name in type(source).__slots__}}
+    _exchange_tensors(made, source)
+    made.__dict__.update(attributes)
+    set_class(made, kind)
+    return made
+
+
+def refuse_backward(parameter: torch.Tensor, message: str) -> Any:
+    """Let every backward raise RuntimeError that reaches ``parameter``, a leaf, through a graph from before.
+
+    Returns a handle, which ends this, or None if no graph can reach it.
+    """
+    if not (parameter.requires_grad and parameter.is_leaf) or _references_to(parameter) < 2:
+        return None
+
+    def refuse(gradients: Any) -> None:
+        raise RuntimeError(message)
+
+    return torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(refuse)
+
+
 #: Methods of a group or of its backend: all-gather and reduce-scatter of one flat tensor.
 all_gather_of: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_allgather_base")
 reduce_scatter_of: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_reduce_scatter_base")
@@ -1195,26 +1295,63 @@ def _forget_meshes() -> None:
 
 
 @contextmanager
-def watch_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Inside the context ``on_resize`` is called with each storage that Python code has given another size."""
-    plain = torch.UntypedStorage.resize_
+def watch_resizes(
+    on_resize: Callable[[torch.UntypedStorage], None],
+    memory_of: Callable[[int], torch.UntypedStorage],
+) -> Iterator[None]:
+    """Inside the context ``on_resize`` is called with each storage that Python code has given another size.
+
+    ``memory_of``: returns a storage of so many bytes, whose memory a resized storage gets if this machine refuses to
+    allocate as much.
+    """
+    plain, plain_resizable = torch.UntypedStorage.resize_, torch.UntypedStorage.resizable
+    #: By a storage that got such memory, the empty storage that gave it. With the memory they have exchanged whether
+    #: they can be resized.
+    lenders: dict[int, torch.UntypedStorage] = {}
+
+    def resizable(storage: torch.UntypedStorage) -> bool:
+        return plain_resizable(storage) or storage._cdata in lenders
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        result = plain(storage, nbytes)
+        if not plain_resizable(storage) and (lender := lenders.pop(storage._cdata, None)) is not None:
+            swap_memory(storage, lender)
+        try:
+            plain(storage, nbytes)
+        except RuntimeError as error:
+            if "allocate memory" not in str(error):
+                raise
+            plain(storage, 0)
+            lender = lenders[storage._cdata] = memory_of(nbytes)
+            swap_memory(storage, lender)
         on_resize(storage)
-        return result
+        return storage
 
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage.resizable = resizable  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+        torch.UntypedStorage.resizable = plain_resizable  # type: ignore[method-assign]
 
 
 @contextmanager
 def watch_reads(on_read: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Inside the context ``on_read`` is called with each tensor of which ``tolist`` or ``numpy`` is called."""
+    """Inside the context ``on_read`` is called with each tensor of which ``tolist`` or ``numpy`` is called, or by whose
+    values ``tensor_split`` divides another one: torch reads them without an operation."""
     with ExitStack() as stack:
+        places: tuple[Any, ...] = (torch, torch.Tensor)
+        for place in places:
+            plain_split = place.tensor_split
+
+            def split(tensor: Any, *args: Any, plain: Any = plain_split, **kwargs: Any) -> Any:
+                for each in (*args, *kwargs.values()):
+                    if isinstance(each, torch.Tensor):
+                        on_read(each)
+                return plain(tensor, *args, **kwargs)
+
+            place.tensor_split = split
+            stack.callback(setattr, place, "tensor_split", plain_split)
         for name in ("tolist", "numpy"):
             plain = getattr(torch.Tensor, name)
 

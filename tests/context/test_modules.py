@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright.context import whole_samples
+from shardwright.context import inputs, modules, whole_samples
 from tests.support import multirank, world_mesh
 
 VOCABULARY, LENGTH, WIDTH = 16, 24, 16
@@ -175,7 +175,7 @@ def test_tokens_that_have_not_seen_others_raise_an_error(rank: int, world_size: 
         eager(torch.ones(1, 3, 4))
     model = sw.context_parallel(Places(), mesh)
     own = sw.context.shard(samples()[0], mesh)
-    with pytest.raises(RuntimeError, match="forward of Places was called without position_ids"):
+    with pytest.raises(RuntimeError, match="forward of Places was called without position_ids, and"):
         model(own)
     model(own, position_ids=sw.context.shard(torch.arange(LENGTH)[None], mesh))
 
@@ -298,3 +298,105 @@ def test_a_deep_copy_attends_by_itself(rank: int, world_size: int) -> None:
         p.data.zero_()
     assert not copied(tokens).any() and torch.equal(model(tokens), expected)
     assert copied.forward.func.split is not model.forward.func.split
+
+
+class Packs(nn.Module):
+    """What transformers does with positions: documents of a row begin where a position is not one more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.output = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.places = nn.Embedding(2 * LENGTH, WIDTH)
+        self.block = Block(4, 2)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        assert position_ids is not None
+        return self.output(self.block(self.tokens(input_ids) + self.places(position_ids)))
+
+
+class Wrapper(nn.Module):
+    """It passes everything on, as peft's models do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = self.inner(*args, **kwargs)
+        return result
+
+
+_WHOLE = torch.arange(LENGTH)[None]
+_MASK = torch.ones(2, LENGTH)
+#: Positions and a mask of whole samples, or of each rank if it is a function; and what the error says.
+GIVEN: dict[str, tuple[Any, Any, str]] = {
+    "whole": (_WHOLE, None, ""),
+    "whole, by row": (_WHOLE.expand(2, -1), None, ""),
+    "from another start": (_WHOLE + 3, None, ""),
+    "each row from its own start": (_WHOLE + torch.tensor([[0], [5]]), None, ""),
+    "a mask of ones": (_WHOLE, _MASK, ""),
+    "a mask of whole samples": (_WHOLE, lambda rank, part: torch.ones(2, 1, LENGTH, LENGTH), ""),
+    "again at the border": (
+        torch.cat([torch.arange(LENGTH // 2)] * 2)[None], None, "where rank 1 of the context begins",
+    ),
+    "again in one row": (
+        torch.stack([torch.arange(LENGTH), torch.cat([torch.arange(LENGTH // 2)] * 2)]), None, "where rank 1 .* begins",
+    ),
+    "rows that go on in one another": (
+        lambda rank, part: (_WHOLE + torch.tensor([[5 * rank], [5 - 5 * rank]]))[:, part], None, "where rank 1 .*",
+    ),
+    "inside one part": (
+        torch.cat([torch.arange(5), torch.arange(LENGTH - 5)])[None], None, "inside the part of rank 0 of the context",
+    ),
+    "each its own": (
+        lambda rank, part: torch.arange(part.stop - part.start)[None], None, r"rank 1 .* begins \(0 there\)",
+    ),
+    "one alone its own": (
+        lambda rank, part: torch.arange(part.stop - part.start)[None] + (7 if rank == 0 else 0), None, "do not go on",
+    ),
+    "none on one": (lambda rank, part: _WHOLE[:, part] if rank == 0 else None, None, "without position_ids on rank 1"),
+    "other sizes": (
+        lambda rank, part: _WHOLE[:, part].expand(2 - rank, -1), None, "position_ids of 2 x 12 tokens on rank 0",
+    ),
+    "padding on one": (
+        _WHOLE, torch.cat([torch.ones(2, LENGTH - 3), torch.zeros(2, 3)], 1), "attention_mask .* on rank 1",
+    ),
+    "padding on all": (_WHOLE, torch.cat([torch.zeros(2, 2), torch.ones(2, LENGTH - 4), torch.zeros(2, 2)], 1), "mask"),
+    "a mask of whole rows": (_WHOLE, lambda rank, part: torch.ones(2, LENGTH), "attention_mask .* ranks 0, 1"),
+}  # fmt: skip
+
+
+def _of_rank(value: Any, rank: int, part: slice) -> Any:
+    if callable(value):
+        return value(rank, part)
+    return None if value is None else value[:, part]
+
+
+@multirank(2)
+def test_positions_and_masks_are_those_of_whole_samples_or_all_ranks_raise(
+    rank: int, world_size: int
+) -> None:
+    mesh, tokens = world_mesh(world_size), samples()[0]
+    part = slice(rank * LENGTH // world_size, (rank + 1) * LENGTH // world_size)
+    torch.manual_seed(0)
+    plain = Packs()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modules, "is_of_transformers", lambda module: isinstance(module, Packs))
+        patch.setattr(inputs, "is_of_transformers", lambda module: isinstance(module, Packs))
+        for wrapped in (False, True):
+            inner = copy.deepcopy(plain)
+            model = sw.context_parallel(Wrapper(inner) if wrapped else inner, mesh)
+            for name, (positions, mask, words) in GIVEN.items():
+                given = {
+                    "position_ids": _of_rank(positions, rank, part),
+                    "attention_mask": _of_rank(mask, rank, part),
+                }
+                if words:
+                    with pytest.raises(RuntimeError, match=words):
+                        model(tokens[:, part], **given)
+                else:
+                    found = sw.context.gather(model(tokens[:, part], **given), mesh)
+                    wanted = plain(tokens, position_ids=positions)
+                    torch.testing.assert_close(found, wanted, msg=lambda text, name=name: f"{name}: {text}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+import shardwright as sw
 from tests.engine.kit.subclasses import (
     KINDS,
     LIBRARIES,
@@ -430,3 +433,59 @@ def test_frozen_subclasses(rank: int, world_size: int, library: str) -> None:
         del expected["first.weight"], expected["last.weight"]
         check(gradients(model), expected, tol=2e-5)
         model.zero_grad()
+
+
+class Flattened(HalfGathered):
+    """It names its parts, as torchao's and torch.compile's subclasses do."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["data32"], None
+
+
+def float8(weight: torch.Tensor, log: list[Any]) -> torch.Tensor:
+    utils = pytest.importorskip("torchao.float8.fsdp_utils", reason="needs torchao")
+    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+
+    each = ScaledMMConfig(emulate=True)
+    made: torch.Tensor = utils.WeightWithDynamicFloat8CastTensor(
+        weight, LinearMMConfig(each, each, each), torch.float8_e4m3fn
+    )
+    return made
+
+
+#: What a parameter is made of, from a plain weight.
+MADE: dict[str, Any] = {
+    "plain": lambda weight, log: weight,
+    "flattened": Flattened,
+    "float8": float8,
+    **{kind.__name__: kind for kind in KINDS},
+}
+
+
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+@pytest.mark.parametrize("name", MADE)
+def test_no_attribute_keeps_a_whole_parameter(rank: int, world_size: int, layout: str, name: str) -> None:
+    if layout == "ragged" and name != "plain":
+        return  # such tensors are cut in rows
+    layer = nn.Linear(16, 32, bias=False)
+    layer.weight = nn.Parameter(MADE[name](layer.weight.detach().clone(), []))
+    weight: Any = layer.weight
+    weight.tag, weight.small = "kept", [torch.ones(1)]
+    weight.alias, weight.nested = weight.detach(), {"a": [weight.detach()]}
+    storages = [
+        StorageWeakRef(value.untyped_storage())
+        for value in (weight, *vars(weight).values())
+        if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() >= 16 * 32 * 4
+    ]
+    assert storages
+    del weight
+    sw.fully_shard(layer, mesh=world_mesh(world_size), layout=layout)
+    gc.collect()
+    assert all(each.expired() for each in storages)
+    assert layer.weight.tag == "kept" and layer.weight.small[0].item() == 1
+    assert not hasattr(layer.weight, "alias") and not hasattr(layer.weight, "nested")
+    if name != "plain":
+        return
+    with sw.unsharded(layer):
+        assert not hasattr(layer.weight, "alias") and layer.weight.tag == "kept"

@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwright.activations.offload import note_policy
+from shardwright._torch import kept_results, let_go_result, storage_key, tree_leaves, was_let_go
+from shardwright.activations.offload import local_part, note_policy
 
 #: Results that "ops" keeps, by name: what a block mostly works for, matrix products and attention.
 SAVED_OPS = frozenset({"torch_attn::_varlen_attn"}) | frozenset(
@@ -63,12 +64,43 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], kind: str, every: int = 1, dr
 
 
 def _contexts() -> tuple[Any, Any]:
-    """The dispatch modes of one selective checkpoint, in forward and in its recomputation."""
-    keeps, recomputes = create_selective_checkpoint_contexts(_policy)
-    note_policy(keeps)
-    return keeps, recomputes
+    """Return the dispatch modes of one selective checkpoint: the one for forward, and the one for its recomputation."""
+    policy = _Policy()
+    policy.keeps, recomputes = create_selective_checkpoint_contexts(policy)
+    note_policy(policy.keeps)
+    return policy.keeps, recomputes
 
 
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saved = op._schema.name in SAVED_OPS
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+class _Policy:
+    """Decides which results one selective checkpoint keeps: those of `SAVED_OPS` that no later operation overwrites.
+
+    A kept result that the block changes in place, as models with `logits.mul_()` or `states.clamp_()` do, no longer has
+    the value that backward would take for the operation's result. Such a result is let go and computed again.
+    """
+
+    keeps: Any  #: torch's mode for forward, whose results this object lets go
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        schema = getattr(op, "_schema", None)
+        if schema is None:  # an operation of higher order
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if schema.is_mutable:
+            if not ctx.is_recompute:
+                self._let_go(schema, args, kwargs)
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if schema.name not in SAVED_OPS or (ctx.is_recompute and was_let_go(self.keeps, op)):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+    def _let_go(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let go of kept results whose memory an operation has written to."""
+        written = [
+            kwargs.get(argument.name) if i >= len(args) else args[i]
+            for i, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        keys = {storage_key(local_part(t)) for t in tree_leaves(written) if isinstance(t, Tensor)}
+        for container, key, entry in kept_results(self.keeps):
+            values = [getattr(leaf, "val", None) for leaf in tree_leaves(entry)]
+            if any(isinstance(v, Tensor) and storage_key(local_part(v)) in keys for v in values):
+                let_go_result(container, key)

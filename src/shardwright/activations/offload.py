@@ -122,7 +122,7 @@ class Weights:
 
     def keys(self) -> set[int]:
         tensors = [t for place in self._places for t in place.values() if t is not None]
-        locals = [_local_part(t) for t in tensors]
+        locals = [local_part(t) for t in tensors]
         return {storage_key(t) for t in locals if not dispatches(type(t))}
 
 
@@ -150,7 +150,7 @@ class ActivationOffload:
 
     def run(self, weights: Weights, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A block's forward."""
-        inputs = [_local_part(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = [local_part(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         inputs = [t for t in inputs if _is_plain(t) and not t.is_meta]
         if not torch.is_grad_enabled() or not inputs or transformed():
             return forward(*args, **kwargs)
@@ -352,7 +352,7 @@ class Call:
     def pack(self, tensor: Tensor) -> Any:
         """A handle for a tensor that moves; the tensor itself if it stays."""
         tensor = tensor.detach()  # what is returned may not hold the argument, which holds the graph
-        local = _local_part(tensor)
+        local = local_part(tensor)
         if not self._moves(local):
             return tensor
         storage = self._storage_of(local)
@@ -451,7 +451,7 @@ class _KeptResult:
         return self._call.unpack(self._view)
 
 
-def _local_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor of torch's or the engine's that is spread over ranks; other tensors as they are."""
     return getattr(tensor, "_local_tensor", tensor)
 

@@ -22,6 +22,7 @@ from shardwright._torch import uncompiled
 from shardwright.collective import RankGroup
 from shardwright.context import attending
 from shardwright.context import split as splits
+from shardwright.context.inputs import POSITIONS, ComparedInputs, is_of_transformers
 from shardwright.context.split import Split
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -43,7 +44,8 @@ def context_parallel(module: Module, mesh: DeviceMesh | Split) -> Module:
     The first forward compares the inputs of the ranks. If all are equal, it warns: they may be whole samples.
 
     A model of transformers needs ``attn_implementation="sdpa"``, and the places of its tokens:
-    ``position_ids=sw.context.shard(torch.arange(length)[None], mesh)``. Its forward raises RuntimeError without them.
+    ``position_ids=sw.context.shard(torch.arange(length)[None], mesh)``. Its forward raises RuntimeError on all ranks
+    without them, or if they do not go on from rank to rank, as those of packed documents, or with a padding mask.
 
     Args:
         module: any module. Its masks must be those of whole samples.
@@ -62,10 +64,18 @@ def context_parallel(module: Module, mesh: DeviceMesh | Split) -> Module:
             )
         if isinstance(getattr(inner.forward, "func", None), _Within):
             raise ValueError(f"{name or type(inner).__name__}: context_parallel was called for it before")
+    inside: set[nn.Module] = set()  # modules of models of transformers, each inside another one
     for inner in module.modules():
-        if type(inner).forward is not nn.Module.forward:  # a list of modules has no forward
-            within = _WithinWhole(split, inner, split is not mesh) if inner is module else _Within(split)
-            inner.forward = functools.partial(within, inner.forward)
+        if type(inner).forward is nn.Module.forward:  # a list of modules
+            continue
+        within = _Within(split)
+        if inner is module:
+            within = _WithinWhole(split, inner, split is not mesh)
+        elif is_of_transformers(inner) and inner not in inside:
+            within = _WithinModel(split, inner)
+        if is_of_transformers(inner):
+            inside.update(inner.modules())
+        inner.forward = functools.partial(within, inner.forward)
     return module
 
 
@@ -85,23 +95,46 @@ class _Within:
         return _run(self.split, forward, args, kwargs)
 
 
-class _WithinWhole(_Within):
+class _WithinModel(_Within):
+    """Runs the forward of a model that takes positions of its tokens, after the ranks have compared these."""
+
+    def __init__(self, split: Split, module: nn.Module) -> None:
+        super().__init__(split)
+        self._signature = inspect.signature(module.forward)
+        self._inputs = ComparedInputs(split, module) if POSITIONS in self._signature.parameters else None
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inputs is not None and self.split.divides and not torch.compiler.is_compiling():
+            self._compare_positions(self._inputs, args, kwargs)
+        return super().__call__(forward, *args, **kwargs)
+
+    def _compare_positions(
+        self, inputs: ComparedInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        try:
+            arguments = self._signature.bind_partial(*args, **kwargs).arguments
+        except TypeError:
+            return  # forward itself says what is wrong
+        tensors = [each for each in arguments.values() if isinstance(each, Tensor)]
+        if tensors:
+            inputs.compare(arguments, tensors[0].device)
+
+
+class _WithinWhole(_WithinModel):
     """Runs the forward of the whole module, and raises an error if it cannot have seen the tokens of other ranks.
 
     The first one that `compares` warns if all ranks have the same inputs.
     """
 
     def __init__(self, split: Split, module: nn.Module, compares: bool) -> None:
-        super().__init__(split)
+        super().__init__(split, module)
         self._compares = compares
         self._name = type(module).__name__
-        self._signature = inspect.signature(module.forward)
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         split = self.split
         if torch.compiler.is_compiling() or not split.divides:
             return super().__call__(forward, *args, **kwargs)
-        self._check_positions(args, kwargs)
         if self._compares:
             self._compares = False  # later ones do not make the host wait
             self._compare((*args, *kwargs.values()))
@@ -129,22 +162,8 @@ class _WithinWhole(_Within):
                 stacklevel=2,
             )
 
-    def _check_positions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _POSITIONS not in self._signature.parameters:
-            return
-        try:
-            given = self._signature.bind_partial(*args, **kwargs).arguments
-        except TypeError:
-            return  # forward itself says what is wrong
-        if given.get(_POSITIONS) is None:
-            raise RuntimeError(
-                f"forward of {self._name} was called without {_POSITIONS}, and would count this rank's tokens from 0; "
-                f"pass {_POSITIONS}=sw.context.shard(torch.arange(length)[None], mesh)"
-            )
-
 
 _COMPARED = 4096  #: values of each input, from its first one
-_POSITIONS = "position_ids"  #: the argument of transformers' models
 
 
 @uncompiled  # torch 2.13 compiles calls under a mode of functions into graphs with other results

@@ -49,7 +49,8 @@ from torch.optim import Optimizer
 
 from shardwright.engine import fully_shard
 from shardwright.engine.assembly.find import ShardPlacementFn
-from shardwright.engine.tensors.parameter import TAKEN, Managed, has_no_values
+from shardwright.engine.tensors.parameter import Managed, has_no_values
+from shardwright.engine.tensors.same_object import TAKEN
 from shardwright.init import deferred_init, materialize
 from shardwright.init.recorder import DeferredTensor
 from shardwright.integrations import named_state

@@ -44,15 +44,21 @@ class Found(NamedTuple):
 
     Attributes:
         keys: the settings of the point.
-        fits: whether it fits.
+        fits: whether it fits, with room.
         nbytes: reserved bytes.
         seconds: of a step.
+        barely: whether it fits with less room than the plan may be off.
+        lacks_host: whether the host has too little memory.
+        is_padded: whether a rank has much more of the weights than its part.
     """
 
     keys: Keys
     fits: bool
     nbytes: int
     seconds: float
+    barely: bool = False
+    lacks_host: bool = False
+    is_padded: bool = False
 
 
 def search_widely(

@@ -177,6 +177,14 @@ class Recorder:
             self._blocks[storage._cdata] = self.take(storage.nbytes(), "resized storage")
             self._watch(storage)
 
+    def exchanged(self, one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
+        """Two storages have exchanged their memory, so each has the other's block now."""
+        blocks = self._blocks.pop(one._cdata, None), self._blocks.pop(two._cdata, None)
+        for storage, block in zip((two, one), blocks, strict=True):
+            if block is not None:
+                self._blocks[storage._cdata] = block
+                self._watch(storage)
+
     @property
     def uses_host(self) -> bool:
         """Whether any tensor is in the host's memory."""

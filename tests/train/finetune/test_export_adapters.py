@@ -190,3 +190,32 @@ def test_what_has_no_files_of_adapters_is_refused(
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
         assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", None])
+def test_adapters_on_a_narrow_base_are_merged_in_the_dtype_of_the_export(
+    folder: Path, dtype: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = config_file(folder, TINY)
+    options = (
+        "--finetune.method",
+        "lora",
+        "--finetune.base_dtype",
+        "bfloat16",
+        "--parallel.engine",
+        "shardwright",
+    )
+    assert train_here(job, *LORA, *options, "--train.steps", "3") == 0
+    assert cli.main(["export", "run", "out", *(["--dtype", dtype] if dtype else [])]) == 0
+    stored = open_stored(Path("out/model.safetensors"))
+    wanted = getattr(torch, dtype or "bfloat16")
+    layers = dict(adapters.adapted_layers(trained()))
+    with torch.no_grad():
+        for number in range(2):
+            layer = layers[f"layers.{number}.attention.wo"]
+            whole = layer.weight.float() + layer.scale * (layer.lora_b @ layer.lora_a)
+            found = stored[f"model.layers.{number}.self_attn.o_proj.weight"].view()
+            assert torch.equal(found, whole.to(wanted))
+            assert torch.equal(whole.bfloat16().to(wanted), found) == (dtype is None)
+    assert cli.main(["generate", "run", "--prompt", "ab", "--tokens", "4"]) == 0
+    assert capsys.readouterr().out.strip().splitlines()[-1].startswith("ab")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+import shardwright as sw
 from shardwright.context import Split, gather, shard
 from shardwright.train.errors import UserError
 from shardwright.train.models.hf.context import Divided, check_divides, use_attention
@@ -95,3 +96,19 @@ def test_models_that_mix_tokens_elsewhere_are_refused(kind: str) -> None:
     ) as error:
         check_divides(built(kind).config, 2, False)
     print(error.value)
+
+
+@multirank(2)
+def test_positions_of_packed_documents_are_refused_on_all_ranks(rank: int, world_size: int) -> None:
+    mesh, tokens = world_mesh(world_size), kit.tokens(256)[:1]
+    model = sw.context_parallel(made("llama", attn_implementation="sdpa"), mesh)
+    length = tokens.shape[1]
+    places = torch.arange(length)[None]
+    own = shard(tokens, Split(mesh))
+    model(input_ids=own, position_ids=sw.context.shard(places, mesh), use_cache=False)
+    for border in (length // 2, length // 2 + 3, 3):
+        packed = torch.cat([places[:, :border], places[:, : length - border]], 1)
+        with pytest.raises(
+            RuntimeError, match="forward of LlamaForCausalLM got position_ids that do not go on by one"
+        ):
+            model(input_ids=own, position_ids=sw.context.shard(packed, mesh), use_cache=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,23 @@ def test_sizes_that_float8_cannot_have_are_refused(rank: int, world_size: int) -
         config = job(float8="rowwise")
         model = config.model.model_copy(update={"ffn_dim": 40})
         trainer(config.model_copy(update={"model": model}), rank, world_size)
+
+
+def _alive() -> int:
+    """Bytes of all memories that tensors of this process have. Tensors that are made of others have none."""
+    gc.collect()
+    plain = (torch.Tensor, torch.nn.Parameter)
+    tensors = [each for each in gc.get_objects() if type(each) in plain and not each.is_meta]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@multirank(2)
+def test_weights_are_there_once(rank: int, world_size: int) -> None:
+    sizes = []
+    with emulated():
+        for recipe in ("none", "tensorwise"):
+            before = _alive()
+            mine = trainer(job(float8=recipe), rank, world_size)
+            sizes.append(_alive() - before)
+            del mine
+    assert sizes[1] <= 1.05 * sizes[0], sizes

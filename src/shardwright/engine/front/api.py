@@ -32,6 +32,7 @@ from shardwright.engine.assembly.find import (
     own_modules,
     parameters_of,
 )
+from shardwright.engine.assembly.overlaps import Sharer, sharers_of
 from shardwright.engine.assembly.states import check_layout, check_states, states_of, sync_states
 from shardwright.engine.base.offload import offload_of
 from shardwright.engine.base.precision import as_precision
@@ -47,6 +48,7 @@ from shardwright.engine.model.pools import model_options
 from shardwright.engine.tensors.extension import is_extended
 from shardwright.engine.tensors.parameter import has_no_values, refuse_while_deferring
 from shardwright.engine.tensors.ranks import Ranks
+from shardwright.engine.tensors.same_object import refuse_uses
 from shardwright.engine.tensors.tensor_parallel import data_parallel
 from shardwright.engine.unit.owning import take_over
 from shardwright.engine.unit.unit import Unit
@@ -84,8 +86,8 @@ def fully_shard(
 
     The parameters below ``module`` that no earlier call owns become one *unit*: gathered together before the
     module's forward, released after it, gathered again for backward, their gradients reduced together. Call it
-    bottom-up, on each block and at last on the whole model. Between steps every parameter is a ``DTensor``; build
-    the optimizer after sharding.
+    bottom-up, on each block and at last on the whole model. Between steps every parameter is a ``DTensor``, and the
+    same object as before, so what holds it stays right.
 
     Each rank cuts its part from its own copy of the model, so the copies must be equal: build the model with the same
     seed on every rank, or pass ``sync_module_states``. This call communicates only with ``sync_module_states`` or
@@ -138,7 +140,8 @@ def fully_shard(
         The same module (or list), whose class is now a subclass ``FSDP<Class>`` of it and of :class:`FSDPModule`.
 
     Raises:
-        ValueError: names an argument, module or parameter that cannot be sharded. Nothing has changed then.
+        ValueError: names an argument, module or parameter that cannot be sharded, or two names of one memory. Nothing
+            has changed then.
         NotImplementedError: names an option that this version does not support.
 
     Arguments that ``torch.distributed.fsdp.fully_shard`` of torch 2.13 also has mean the same here. As there,
@@ -189,14 +192,16 @@ def fully_shard(
     for u, unit_parameters in zip(units, parameters_of_units, strict=True):
         u.values.synced, u.values.checked = sync_module_states, check_module_states
         _same_start(u, modules, unit_parameters, layout)
+    sharers = sharers_of(modules, parameters_of_units)
     undo = Undo(modules, parameters_of_units)
     try:
-        take_over(units, parameters_of_units)
+        take_over(units, parameters_of_units, undo.exchanged)
         _move_buffers(modules, left_out, ranks.device)
         hook_optimizers()
         hook_optimizer_states()
         hook_backward()
         install(unit, modules)
+        _refuse_sharers(sharers, unit)
     except BaseException:
         undo()
         raise
@@ -486,6 +491,16 @@ def _same_start(
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_sharers(sharers: list[Sharer], unit: Unit) -> None:
+    for sharer in sharers:
+        refuse_uses(
+            sharer.tensor,
+            f"{sharer.name!r} was a view of parameter {sharer.parameter!r} of unit {unit.name!r}, or its .data. The "
+            "parameter was sharded since, so this tensor has old values, in memory that the model no longer uses. Make "
+            "it from the parameter in forward, or give it a copy (clone()) before fully_shard.",
+        )
 
 
 def _move_buffers(modules: list[nn.Module], ignored: list[nn.Module], device: torch.device) -> None:

@@ -29,6 +29,7 @@ from shardwright.engine.tensors.ragged_numbers import Number, read_number
 from shardwright.engine.tensors.sharded_tensor import ShardedTensor, average_number, is_real
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete, reduces_now
+from shardwright.engine.weights.unready import explain
 
 Runner = Callable[..., Any]
 #: The unit and the full form of a selected parameter.
@@ -45,15 +46,19 @@ def _run(original: Runner, *args: Any, **options: Any) -> Any:
     inner = in_backward()
     with NOTHING if inner else running_backward():
         _average_roots(args[0])
-        if not args[4]:  # inputs
-            with selecting(None) if inner else NOTHING:
-                return original(*args, **options)
-        if inner and not options.get("accumulate_grad"):
+        if inner and args[4] and not options.get("accumulate_grad"):
             _refuse_inside_backward(args[4])
-        selected = [_parameter_of(each) for each in args[4]]
-        targets = _targets(selected)
-        with selecting({unit for unit, _ in targets.values()}):
-            return _run_selected(original, selected, targets, *args, **options)
+        try:
+            if not args[4]:  # inputs
+                with selecting(None) if inner else NOTHING:
+                    return original(*args, **options)
+            selected = [_parameter_of(each) for each in args[4]]
+            targets = _targets(selected)
+            with selecting({unit for unit, _ in targets.values()}):
+                return _run_selected(original, selected, targets, *args, **options)
+        except RuntimeError as error:
+            explain(error, backward=True)
+            raise
 
 
 def _refuse_inside_backward(inputs: Sequence[Any]) -> None:

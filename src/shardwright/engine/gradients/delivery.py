@@ -121,6 +121,15 @@ class Result(NamedTuple):
     mark: Any
 
 
+def read_flags(flags: torch.Tensor, present: list[bool]) -> list[bool]:
+    """Return for each parameter whether any rank had a gradient: the host waits for the flags, which travelled with the
+    gradients.
+
+    A plan, in which no other ranks exist and no sums are computed, takes ``present`` instead, those of this rank.
+    """
+    return [flag != 0 for flag in flags.tolist()]
+
+
 class OnDevice:
     """Delivers gradients on the device on which they are reduced."""
 
@@ -174,7 +183,7 @@ class OnDevice:
                     "parameter in the loss"
                 )
             start = self._packer.packing.flags
-            used = [flag != 0 for flag in output[start : start + len(self._packer.parameters)].tolist()]
+            used = read_flags(output[start : start + len(self._packer.parameters)], result.present)
         with quick_attributes():
             hooked = any(map(gradient_hooks, self._packer.shardeds))
             listeners = list(map(post_accumulate_grad_hooks, self._packer.shardeds))

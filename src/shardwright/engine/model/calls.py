@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import Any
 
@@ -29,6 +30,7 @@ from shardwright.engine.unit.owning import refuse_sharded_stand_ins, settle, set
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import follow_requires_grad, issue, leave_forward
 from shardwright.engine.weights.lasting import Lasting, lasting_kind
+from shardwright.engine.weights.unready import explain
 
 #: Types of results whose code has not run yet.
 LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
@@ -68,6 +70,7 @@ class Calls:
 
     def forward_failed(self, depth: int) -> None:
         """Clean up after an exception in a call that began inside ``depth`` other calls."""
+        explain(sys.exc_info()[1], in_backward())
         root = root_of(self.unit)
         if root is not None:
             with alone(root.device):

@@ -25,7 +25,6 @@ from shardwright.engine.base.precision import refuse_gradient_dtypes
 from shardwright.engine.model.root import Root, root_of, roots
 from shardwright.engine.tensors.parameter import (
     DEFERRED,
-    TAKEN,
     UNIT_OF,
     Managed,
     RaggedParameter,
@@ -33,6 +32,7 @@ from shardwright.engine.tensors.parameter import (
     is_cut_like,
     unit_of,
 )
+from shardwright.engine.tensors.same_object import acting_class, count_of_objects, refuse_if_old
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import reduce
 
@@ -90,6 +90,9 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
     kinds = refuse_dead(parameters)
     companion = companion_of(optimizer)
     first = not companion.stepped
+    if companion.objects != count_of_objects():
+        _refuse_whole_state(optimizer)
+        companion.objects = count_of_objects()
     if first:
         _refuse_deferred_state(optimizer)
         if parameters and all(p.is_meta and p.grad is None for p in parameters):
@@ -121,12 +124,16 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
     return list({id(r): r for u in stepped if (r := root_of(u)) is not None and u.stepping is None}.values())
 
 
-#: Classes of parameters that a unit owns. Parameters of other classes may be replaced or without values.
-_SHARDED = {ShardedParameter, RaggedParameter}
+#: The classes that sharded parameters show. A user's subclass of ``nn.Parameter`` is behind some of them.
+_FACES = {ShardedParameter, RaggedParameter}
+#: Classes of parameters that a unit owns. Parameters of other classes may be without values, or old objects.
+_SHARDED = {
+    kind for face in (ShardedParameter, RaggedParameter) for kind in (face, acting_class(face, nn.Parameter))
+}
 
 
 def refuse_dead(parameters: list[torch.Tensor]) -> set[type]:
-    """Raise if another object has replaced one of an optimizer's parameters at sharding or materialization.
+    """Raise if one of an optimizer's parameters has no values yet, or if another object has replaced it at sharding.
 
     This runs in every step, because users may change groups. So it skips sharded parameters. Returns the classes of the
     parameters.
@@ -135,24 +142,28 @@ def refuse_dead(parameters: list[torch.Tensor]) -> set[type]:
     if kinds <= _SHARDED:
         return kinds
     deferred = {kind for kind in kinds if getattr(kind, DEFERRED, False)}
-    if not deferred and not any(TAKEN in p.__dict__ for p in parameters):
-        return kinds
     for p in parameters:
-        origin = p.__dict__.get(TAKEN)
-        if origin is not None and not isinstance(p, Managed):
-            if not isinstance(origin.sharded, Managed) or unit_of(origin.sharded) is not None:
-                raise RuntimeError(
-                    f"The optimizer holds the old object of parameter {origin.label!r}, from before the model was "
-                    "sharded or materialized, so its step would train nothing. Call "
-                    "shardwright.fully_shard_optimizer(optimizer) after fully_shard, or build the optimizer from "
-                    "model.parameters() afterwards."
-                )
-        elif type(p) in deferred:
+        refuse_if_old(p)
+        if type(p) in deferred:
             raise RuntimeError(
                 f"The optimizer holds a deferred parameter of shape {tuple(p.shape)}, which has no values yet. Call "
                 "shardwright.materialize(model) first."
             )
     return kinds
+
+
+def _refuse_whole_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the optimizer has state of whole parameters that were sharded since."""
+    for p, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(p, Managed) else ():
+            is_whole = isinstance(value, torch.Tensor) and value.ndim and value.shape == p.shape
+            if is_whole and not hasattr(value, "to_local"):
+                raise RuntimeError(
+                    f"The state {key!r} of this {type(optimizer).__name__} is that of a whole parameter of shape "
+                    f"{tuple(p.shape)}, from before the model was sharded. Call "
+                    "shardwright.fully_shard_optimizer(optimizer), which cuts it like the parameter, or build the "
+                    "optimizer from model.parameters() after fully_shard."
+                )
 
 
 def _refuse_deferred_state(optimizer: torch.optim.Optimizer) -> None:
@@ -202,7 +213,7 @@ def fit_gradients(parameters: Iterable[torch.Tensor]) -> None:
         others = [
             p
             for p in parameters
-            if type(p) in _SHARDED and (gradient := p.grad) is not None and not is_cut_like(gradient, p)
+            if p.__class__ in _FACES and (gradient := p.grad) is not None and not is_cut_like(gradient, p)
         ]
     for p in others:
         unit = unit_of(p)

@@ -6,10 +6,11 @@ Both objects are made once per unit layout. The unit decides which form a module
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,17 +20,32 @@ from shardwright._torch import (
     called_by_compiler,
     called_by_parameter,
     called_by_split_backward,
+    dispatches,
     grad_of,
+    is_made_of_tensors,
     local_of,
+    moved_into,
     rebind,
+    set_class,
     set_grad,
-    share_gradient_hooks,
     storage_key,
+    tree_leaves,
 )
 from shardwright.engine.tensors.averaging import OWN, RECIPE
 from shardwright.engine.tensors.cut import Cut
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
 from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.same_object import (
+    BODY,
+    HOLDS,
+    TAKEN,
+    Exchanged,
+    acting_class,
+    acts,
+    base_of,
+    full_class,
+    keep_object,
+)
 from shardwright.engine.tensors.sharded_tensor import (
     BESIDE_PLAIN,
     EDITED,
@@ -40,8 +56,6 @@ from shardwright.engine.tensors.sharded_tensor import (
 from shardwright.engine.tensors.summed import forget_hooks
 from shardwright.engine.tensors.unset import unmark
 
-#: Set on a parameter that a unit has taken over, so that tied weights and optimizers built too early are noticed.
-TAKEN = "_shardwright_taken_by"
 #: Set on a sharded parameter: a weak reference to its unit.
 UNIT_OF = "_shardwright_unit_of"
 #: Set on a full parameter: the function to call when user code gets its ``.data``.
@@ -59,14 +73,8 @@ _NOT_COPIED = {
     RECIPE,
     BESIDE_PLAIN,
     "_is_param",
+    *BODY,
 }  #: attributes of a parameter that its sharded and full forms do not get
-
-
-class Taken(NamedTuple):
-    """The sharded parameter that replaced a parameter, and a name for messages."""
-
-    label: str
-    sharded: nn.Parameter
 
 
 class Managed(torch.Tensor):
@@ -94,7 +102,8 @@ class Managed(torch.Tensor):
     def detach(self) -> torch.Tensor:
         alias = super().detach()
         if not torch.compiler.is_compiling() and called_by_parameter():
-            alias.__class__ = type(self)  # as expected; it has no unit until one adopts it
+            # As expected. It has no unit until one adopts it.
+            alias = moved_into(type(self), alias) if acts(self) else as_class(type(self), alias)
         return alias
 
     def view_as(self, other: torch.Tensor) -> torch.Tensor:
@@ -109,9 +118,10 @@ class Managed(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
-        memo[id(self)] = result = nn.Parameter(self._copy(), requires_grad=self.requires_grad)
+        result = nn.Parameter(self._copy(), requires_grad=self.requires_grad)
+        memo[id(self)] = result = moved_into(type(self), result) if acts(self) else result
         for key, value in self.__dict__.items():
-            if key != UNIT_OF:
+            if key != UNIT_OF and key not in BODY:
                 result.__dict__[key] = copy.deepcopy(value, memo)
         return result  # without gradient, as copies of plain parameters are
 
@@ -146,55 +156,39 @@ class RaggedParameter(Managed, RaggedTensor):  # type: ignore[misc]
         return RaggedTensor(self._local_tensor.detach().clone(), self.spec)
 
 
-class _Holding(torch.Tensor):
-    """A sharded parameter while its unit holds gradients of micro-batches, which are not in ``.grad`` yet.
+def _assign_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    set_grad(parameter, value)
+    unit = unit_of(parameter)
+    if unit is not None:
+        unit.gradients.drop({id(parameter)})
+
+
+@functools.cache
+def _holding_class(kind: type) -> Any:
+    """Return the class of a sharded parameter whose unit holds gradients of micro-batches, which are not in ``.grad``.
 
     An assignment to ``.grad`` replaces the gradients so far, so the unit must drop those that it holds. Parameters have
-    these classes only for that time, because a property makes every access to ``.grad`` slower.
+    this class only for that time, because a property makes every access to ``.grad`` slower.
     """
-
-    __slots__ = ()
-
-    @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        return grad_of(self)
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        set_grad(self, value)
-        unit = unit_of(self)
-        if unit is not None:
-            unit.gradients.drop({id(self)})
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-
-class HoldingShardedParameter(_Holding, ShardedParameter):  # type: ignore[metaclass,misc]
-    """See :class:`_Holding`."""
-
-    __slots__ = ()
-
-
-class HoldingRaggedParameter(_Holding, RaggedParameter):  # type: ignore[misc]
-    """See :class:`_Holding`."""
-
-    __slots__ = ()
-
-
-_HOLDING: dict[type, type] = {
-    ShardedParameter: HoldingShardedParameter,
-    RaggedParameter: HoldingRaggedParameter,
-}
-_NOT_HOLDING = {holding: ordinary for ordinary, holding in _HOLDING.items()}
+    grad = property(grad_of, _assign_gradient, lambda p: _assign_gradient(p, None))
+    names = {
+        "__slots__": (),
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "grad": grad,
+        HOLDS: True,
+    }
+    made: Any = type(kind)(kind.__name__, (kind,), names)
+    made.__slots__ = kind.__slots__  # type: ignore[attr-defined]  # torch's stager of asynchronous checkpoints copies these
+    return made
 
 
 def hear_of_gradients(parameters: Iterable[torch.Tensor], hear: bool) -> None:
     """Let sharded parameters tell their unit of assignments to ``.grad``, or no longer."""
-    classes = _HOLDING if hear else _NOT_HOLDING
     for p in parameters:
-        p.__class__ = classes.get(type(p), type(p))
+        kind = type(p)
+        if hasattr(kind, HOLDS) != hear:
+            set_class(p, _holding_class(kind) if hear else kind.__bases__[0])
 
 
 def become(sharded: Any, new: Any) -> None:
@@ -210,7 +204,7 @@ def become(sharded: Any, new: Any) -> None:
 
 
 # torch's stager of asynchronous checkpoints copies only attributes in the class's own slots.
-for _cls in (ShardedTensor, ShardedCopy, ShardedParameter, HoldingShardedParameter):
+for _cls in (ShardedTensor, ShardedCopy, ShardedParameter):
     _cls.__slots__ = DTensor.__slots__  # type: ignore[assignment]
 
 
@@ -440,6 +434,13 @@ class ManagedParameter:
         part = self.cut.part_of(gradient)
         return self.cut.wrap(part.clone(memory_format=torch.contiguous_format))  # type: ignore[no-any-return]
 
+    def keep_object(self, original: nn.Parameter, owner: str) -> Exchanged | None:
+        """Let ``original``, from which this was built, be the sharded parameter, if possible."""
+        label = f"{self.name!r} of unit {owner!r}"
+        self.sharded, exchanged = keep_object(original, self.sharded, label, not has_no_values(original))
+        self.full.__dict__[STANDS_FOR] = self.sharded
+        return exchanged
+
     def adopt_full(self, tensor: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Set the full form of an extended parameter after its first gather."""
         self.full = self.view = listen(nn.Parameter(tensor), on_gradient, self.sharded.requires_grad)
@@ -489,33 +490,67 @@ def build(
 ) -> ManagedParameter:
     """Make both forms, keep the original's attributes, and call ``on_gradient`` with every full gradient.
 
-    A parameter that is already sharded stays the same object, since optimizers may hold it.
+    A parameter that is already sharded stays the same object. Others do so by :meth:`ManagedParameter.keep_object`.
     """
     sharded: Any = nn.Parameter(cut.wrap(local), requires_grad=original.requires_grad)
     kind = RaggedParameter if isinstance(sharded, RaggedTensor) else ShardedParameter
-    same_kind = isinstance(original, DTensor if kind is ShardedParameter else RaggedTensor)
-    on_meta = original.is_meta  # a tensor that has memory cannot take its place
-    if same_kind and not on_meta and original.device_mesh == sharded.device_mesh:  # type: ignore[attr-defined]
+    base = base_of(type(original))
+    if stays_sharded(original, sharded):
         become(original, sharded)
         sharded = original
+        set_class(sharded, acting_class(kind, base) if acts(sharded) else kind)
     else:
         forget_hooks(original)  # it cut gradients as the old form was sharded
-        share_gradient_hooks(original, sharded)
-    sharded.__class__ = kind
+        sharded.__class__ = kind
     if is_extended(local):  # this object, or its class, of which making a parameter takes an alias
         sharded._local_tensor = local
     shown = full if cut.parallel is None else cut.parallel.wrap(full)
     full_parameter: Any = nn.Parameter(shown, requires_grad=original.requires_grad)
+    attributes = _attributes_of(original)
     for form in (sharded, full_parameter):
-        for key, value in original.__dict__.items():
-            if key not in _NOT_COPIED:
-                form.__dict__.setdefault(key, value)
+        for key, value in attributes.items():
+            form.__dict__.setdefault(key, value)
     if original.is_floating_point() or original.is_complex():
         listen(full_parameter, on_gradient, original.requires_grad)
     full_parameter.__dict__[ON_DATA] = on_data
     full_parameter.__dict__[STANDS_FOR] = sharded
-    full_parameter.__class__ = FullParameter if shown is full else FullDTensor
+    full_parameter.__class__ = full_class(FullParameter, base) if shown is full else FullDTensor
     return ManagedParameter(cut, slots, sharded, local_of(sharded), full_parameter)
+
+
+def stays_sharded(original: Any, sharded: Any) -> bool:
+    """Whether ``original`` is sharded in the same way, so that it can become ``sharded`` by its data alone."""
+    same_kind = isinstance(original, RaggedTensor if isinstance(sharded, RaggedTensor) else DTensor)
+    # A tensor that has memory cannot take the place of one on the meta device.
+    return same_kind and not original.is_meta and bool(original.device_mesh == sharded.device_mesh)
+
+
+def _attributes_of(original: nn.Parameter) -> dict[str, Any]:
+    """Return the attributes of a parameter that its sharded and full forms get, too.
+
+    Without those that would keep the memory of the whole parameter alive: aliases of it, and, where the parameter is of
+    a class of tensors that are made of others, these others. The part of this rank has its own.
+    """
+    whole: Any = plain_of(original)
+    names: list[str] = whole.__tensor_flatten__()[0] if is_made_of_tensors(whole) else []
+    made_of_others = bool(names) or is_extended(whole)
+    parts = [whole, *(getattr(whole, name) for name in names)]
+    memories = {storage_key(part) for part in parts if not dispatches(type(part))}
+
+    def keeps_whole(value: Any) -> bool:
+        return any(
+            (made_of_others and leaf.numel() >= whole.numel())
+            or (not dispatches(type(leaf)) and storage_key(leaf) in memories)
+            for leaf in tree_leaves(value)
+            if isinstance(leaf, torch.Tensor)
+        )
+
+    left_out = _NOT_COPIED.union(names)
+    return {
+        key: value
+        for key, value in original.__dict__.items()
+        if key not in left_out and not keeps_whole(value)
+    }
 
 
 def listen(

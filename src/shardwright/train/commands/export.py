@@ -131,7 +131,7 @@ def export(
 
         def read_group(group: list[ModelTensor]) -> dict[str, Tensor]:
             if merges:
-                return {entry.name: _folded(entry, layers) for entry in group}
+                return {entry.name: _folded(entry, layers, chosen) for entry in group}
             tensors = {
                 entry.name: torch.empty_like(entry.tensor, device="cpu")
                 for entry in group
@@ -241,10 +241,14 @@ def _read_adapters(model: nn.Module, config: Config, source: RunFolder, read: Re
     check_same_base(source.base_file, base_of(model, source_of(config)))
 
 
-def _folded(entry: ModelTensor, layers: Mapping[str, adapters.Adapter]) -> Tensor:
-    """A tensor of the model, with the adapter of its layer folded in. `layers`: by the names of their weights."""
+def _folded(entry: ModelTensor, layers: Mapping[str, adapters.Adapter], dtype: torch.dtype | None) -> Tensor:
+    """Return a tensor of the model, with the adapter of its layer folded in.
+
+    Such a weight is rounded to the dtype of the export at once: rounded to that of a narrower base before, it would
+    lose a part of what the adapters have learnt. `layers`: by the names of their weights.
+    """
     layer = next((layers[name] for name in entry.names if name in layers), None)
-    return entry.tensor.detach() if layer is None else layer.merged()
+    return entry.tensor.detach() if layer is None else layer.merged(dtype)
 
 
 def _stored(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredModel:

@@ -105,7 +105,7 @@ def generate(
     loading.load_newest_weights(checkpoints_of(folder, config), model, say=to_stderr, step=step)
     if config.finetune.method != "full":
         check_same_base(folder.base_file, base_of(model, source_of(config)))
-        merge(model)
+        merge(model.float())  # a narrower base would round what the adapters have learnt
     new_tokens = sample(
         model.to(device), torch.tensor(ids, dtype=torch.int64), count=tokens, temperature=temperature, top_k=top_k,
         seed=seed,

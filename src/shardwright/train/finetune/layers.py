@@ -116,12 +116,13 @@ class Adapter(nn.Module):
         return self.weight.float() + low * self.scale
 
     @torch.no_grad()
-    def merged(self) -> Tensor:
-        """The weight of a plain layer that does the same: in the dtype of the weight, rounded once."""
+    def merged(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the weight of a plain layer that does the same: computed in float32, and rounded once to `dtype`, or
+        to the dtype of the layer's own weight."""
         whole = self.direction()
         if self.lora_magnitude is not None:
             whole = (self.lora_magnitude.float() / row_lengths(whole)).unsqueeze(1) * whole
-        return whole.to(self.weight.dtype)
+        return whole.to(self.weight.dtype if dtype is None else dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.lora_a.shape[0]}, scale={self.scale:g}"
