@@ -191,3 +191,33 @@ def test_a_forward_does_not_see_gradients_of_the_full_weight(rank: int, world_si
             model.set_requires_gradient_sync(held)
             model.use = "read"
             called(x).sum().backward()
+
+
+class Marked(nn.Parameter):
+    """A user's class of parameters."""
+
+
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "element"])
+def test_parameters_of_a_user_s_class_tell_of_assignments_too(rank: int, world_size: int, layout: str) -> None:
+    model = layers()
+    model[0].weight = Marked(model[0].weight.detach())
+    sw.fully_shard(model, layout=layout)
+    weight = model[0].weight
+    kind, shown = type(weight), weight.__class__
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_requires_gradient_sync(False)
+    backward(model, 0, [rank])
+    assert isinstance(weight, (Marked, nn.Parameter)) and weight.grad is None
+    weight.grad = None
+    model.set_requires_gradient_sync(True)
+    backward(model, 1, [rank])
+    assert type(weight) is kind and weight.__class__ is shown
+    plain = layers()
+    backward(plain, 1, [0, 1])
+    torch.testing.assert_close(full(weight.grad), plain[0].weight.grad)
+    weight.grad = full(weight.grad).tril()
+    optimizer.step()
+    torch.testing.assert_close(
+        full(weight.detach()), (plain[0].weight - 0.1 * plain[0].weight.grad.tril()).detach()
+    )

@@ -286,7 +286,7 @@ class Training:
         losses = self.work(*[self.batch(step, micro) for micro in range(case.micros)])
         self.losses += [loss.clone() for loss in losses] if case.graphed else losses
         if case.steps == "in backward":
-            if case.event != "two buffers":  # else what is left is stepped where the next forward needs it
+            if case.memory == "dynamic":  # else what is left is stepped where the next forward needs it
                 optimizer.step()
             return
         sw.clip_grad_norm_(model.parameters(), 1.0)

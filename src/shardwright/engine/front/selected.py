@@ -46,12 +46,12 @@ def _run(original: Runner, *args: Any, **options: Any) -> Any:
     inner = in_backward()
     with NOTHING if inner else running_backward():
         _average_roots(args[0])
+        if inner and args[4] and not options.get("accumulate_grad"):
+            _refuse_inside_backward(args[4])
         try:
             if not args[4]:  # inputs
                 with selecting(None) if inner else NOTHING:
                     return original(*args, **options)
-            if inner and not options.get("accumulate_grad"):
-                _refuse_inside_backward(args[4])
             selected = [_parameter_of(each) for each in args[4]]
             targets = _targets(selected)
             with selecting({unit for unit, _ in targets.values()}):

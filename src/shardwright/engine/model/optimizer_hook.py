@@ -124,6 +124,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
     return list({id(r): r for u in stepped if (r := root_of(u)) is not None and u.stepping is None}.values())
 
 
+#: The classes that sharded parameters show. A user's subclass of ``nn.Parameter`` is behind some of them.
+_FACES = {ShardedParameter, RaggedParameter}
 #: Classes of parameters that a unit owns. Parameters of other classes may be without values, or old objects.
 _SHARDED = {
     kind for face in (ShardedParameter, RaggedParameter) for kind in (face, acting_class(face, nn.Parameter))
@@ -211,7 +213,7 @@ def fit_gradients(parameters: Iterable[torch.Tensor]) -> None:
         others = [
             p
             for p in parameters
-            if type(p) in _SHARDED and (gradient := p.grad) is not None and not is_cut_like(gradient, p)
+            if p.__class__ in _FACES and (gradient := p.grad) is not None and not is_cut_like(gradient, p)
         ]
     for p in others:
         unit = unit_of(p)

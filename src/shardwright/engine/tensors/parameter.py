@@ -6,6 +6,7 @@ Both objects are made once per unit layout. The unit decides which form a module
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from shardwright.engine.tensors.extension import Extension, is_attached, is_exte
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.same_object import (
     BODY,
+    HOLDS,
     TAKEN,
     Exchanged,
     acting_class,
@@ -154,55 +156,39 @@ class RaggedParameter(Managed, RaggedTensor):  # type: ignore[misc]
         return RaggedTensor(self._local_tensor.detach().clone(), self.spec)
 
 
-class _Holding(torch.Tensor):
-    """A sharded parameter while its unit holds gradients of micro-batches, which are not in ``.grad`` yet.
+def _assign_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    set_grad(parameter, value)
+    unit = unit_of(parameter)
+    if unit is not None:
+        unit.gradients.drop({id(parameter)})
+
+
+@functools.cache
+def _holding_class(kind: type) -> Any:
+    """Return the class of a sharded parameter whose unit holds gradients of micro-batches, which are not in ``.grad``.
 
     An assignment to ``.grad`` replaces the gradients so far, so the unit must drop those that it holds. Parameters have
-    these classes only for that time, because a property makes every access to ``.grad`` slower.
+    this class only for that time, because a property makes every access to ``.grad`` slower.
     """
-
-    __slots__ = ()
-
-    @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        return grad_of(self)
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        set_grad(self, value)
-        unit = unit_of(self)
-        if unit is not None:
-            unit.gradients.drop({id(self)})
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-
-class HoldingShardedParameter(_Holding, ShardedParameter):  # type: ignore[metaclass,misc]
-    """See :class:`_Holding`."""
-
-    __slots__ = ()
-
-
-class HoldingRaggedParameter(_Holding, RaggedParameter):  # type: ignore[misc]
-    """See :class:`_Holding`."""
-
-    __slots__ = ()
-
-
-_HOLDING: dict[type, type] = {
-    ShardedParameter: HoldingShardedParameter,
-    RaggedParameter: HoldingRaggedParameter,
-}
-_NOT_HOLDING = {holding: ordinary for ordinary, holding in _HOLDING.items()}
+    grad = property(grad_of, _assign_gradient, lambda p: _assign_gradient(p, None))
+    names = {
+        "__slots__": (),
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "grad": grad,
+        HOLDS: True,
+    }
+    made: Any = type(kind)(kind.__name__, (kind,), names)
+    made.__slots__ = kind.__slots__  # type: ignore[attr-defined]  # torch's stager of asynchronous checkpoints copies these
+    return made
 
 
 def hear_of_gradients(parameters: Iterable[torch.Tensor], hear: bool) -> None:
     """Let sharded parameters tell their unit of assignments to ``.grad``, or no longer."""
-    classes = _HOLDING if hear else _NOT_HOLDING
     for p in parameters:
-        p.__class__ = classes.get(type(p), type(p))
+        kind = type(p)
+        if hasattr(kind, HOLDS) != hear:
+            set_class(p, _holding_class(kind) if hear else kind.__bases__[0])
 
 
 def become(sharded: Any, new: Any) -> None:
@@ -218,7 +204,7 @@ def become(sharded: Any, new: Any) -> None:
 
 
 # torch's stager of asynchronous checkpoints copies only attributes in the class's own slots.
-for _cls in (ShardedTensor, ShardedCopy, ShardedParameter, HoldingShardedParameter):
+for _cls in (ShardedTensor, ShardedCopy, ShardedParameter):
     _cls.__slots__ = DTensor.__slots__  # type: ignore[assignment]
 
 
@@ -438,13 +424,6 @@ class ManagedParameter:
         self.local.copy_(self.cut.part_of(source))
         unmark(self.local)
 
-    def keep_object(self, original: nn.Parameter, owner: str) -> Exchanged | None:
-        """Let ``original``, from which this was built, be the sharded parameter, if possible."""
-        label = f"{self.name!r} of unit {owner!r}"
-        self.sharded, exchanged = keep_object(original, self.sharded, label, not has_no_values(original))
-        self.full.__dict__[STANDS_FOR] = self.sharded
-        return exchanged
-
     def fitted(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient, cut like the parameter. Users replace gradients by whole ones and by others' cuts.
 
@@ -454,6 +433,13 @@ class ManagedParameter:
             return gradient
         part = self.cut.part_of(gradient)
         return self.cut.wrap(part.clone(memory_format=torch.contiguous_format))  # type: ignore[no-any-return]
+
+    def keep_object(self, original: nn.Parameter, owner: str) -> Exchanged | None:
+        """Let ``original``, from which this was built, be the sharded parameter, if possible."""
+        label = f"{self.name!r} of unit {owner!r}"
+        self.sharded, exchanged = keep_object(original, self.sharded, label, not has_no_values(original))
+        self.full.__dict__[STANDS_FOR] = self.sharded
+        return exchanged
 
     def adopt_full(self, tensor: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Set the full form of an extended parameter after its first gather."""

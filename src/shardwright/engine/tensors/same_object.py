@@ -31,6 +31,8 @@ _OF_LAYOUT = {"__slots__", "__new__", "__module__", "__qualname__", "__doc__", "
 #: Attributes of an object without slots that are slots elsewhere.
 BODY = frozenset({"_local_tensor", "_spec", "spec"})
 _ACTS_AS = "_shardwright_acts_as"
+#: Set on the class that a sharded parameter has while its unit holds gradients of micro-batches.
+HOLDS = "_shardwright_holds"
 #: Set on a parameter object that could not become the sharded one: a :class:`Taken`.
 TAKEN = "_shardwright_taken_by"
 #: Set on a tensor of which every use is refused: the message.
@@ -88,6 +90,8 @@ def base_of(kind: type) -> type:
     A class that computes each operation itself (``__torch_dispatch__``) describes tensors of other tensors. The sharded
     parameter is none of these: its local tensor is.
     """
+    if hasattr(kind, HOLDS):
+        kind = kind.__bases__[0]
     if hasattr(kind, _ACTS_AS):
         return kind.__bases__[0]
     plain = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
