@@ -25,6 +25,7 @@ from tests.engine.kit.meetings import fresh_meetings
 from tests.engine.kit.models import full, shard_layers, three_layers
 from tests.engine.kit.surface import Boom, fail
 from tests.support import multirank, world_mesh
+from tests.support.matrix import everything
 
 
 def loss_of(model: Any, rank: int) -> torch.Tensor:
@@ -150,12 +151,13 @@ class Interrupt(KeyboardInterrupt):
 
 @contextmanager
 def interrupted_at(n: int, part: str = "/shardwright/") -> Iterator[list[int]]:
-    """Raise before the ``n``-th line of the engine, or of this part, that runs inside; yields how many there were.
+    """Raise before the ``n``-th line of the engine, or of this part, that runs inside. Yields how many there were, and
+    the numbers of those that ran for the first time.
 
     Not where torch functions are off: what a tracer raises at the end of a ``with`` leaves out its exit, which nothing
     else that interrupts Python does.
     """
-    count, raised = [0], False
+    count, raised, seen = [0], False, set()
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal raised
@@ -163,6 +165,9 @@ def interrupted_at(n: int, part: str = "/shardwright/") -> Iterator[list[int]]:
             return None
         if event == "line":
             count[0] += 1
+            if (place := (frame.f_code.co_filename, frame.f_lineno)) not in seen:
+                seen.add(place)
+                count.append(count[0])
             if 0 < n <= count[0] and not raised and torch._C._is_torch_function_enabled():
                 raised = True
                 raise Interrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}")
@@ -197,7 +202,7 @@ def check_interrupts(rank: int, world_size: int, strategy: str) -> None:
     with interrupted_at(0) as lines:
         loss_of(model, rank).backward()
     meetings = meeting.number - before
-    total = torch.tensor(lines)
+    total = torch.tensor(lines[0])
     dist.broadcast(total, 1)
     for n in (*range(1, int(total), 53), *range(int(total) - 60, int(total), 2)):
         begun, before, where = False, meeting.number, ""
@@ -217,6 +222,72 @@ def check_interrupts(rank: int, world_size: int, strategy: str) -> None:
         check_step(model, plain, rank, world_size, (n, where))
 
 
+PARTS = {
+    "counters": "/weights/ledger.py",
+    "slabs": "/memory/",
+    "weights": "/engine/weights/",
+    "units": "/engine/unit/",
+}
+LEASES: dict[str, dict[str, Any]] = {
+    "zero3": {},
+    "zero2-arena": {"strategy": "zero2", "memory": "arena"},
+    "ragged-max_pool": {"layout": "ragged", "memory": "max_pool"},
+}
+
+
+@pytest.mark.extensive("each line", but=["counters-zero3-one-*"])
+@multirank(2, timeout=300.0)
+@pytest.mark.parametrize("who", ["one", "all"])
+@pytest.mark.parametrize("how", LEASES)
+@pytest.mark.parametrize("part", PARTS)
+def test_an_interrupt_at_any_line_after_an_optimizers_step(
+    rank: int, world_size: int, part: str, how: str, who: str
+) -> None:
+    """The optimizer has changed the shards, so counters and slabs change, too. The retried step is exact."""
+    plain = three_layers()
+    model: Any = copy.deepcopy(plain)
+    of_units = {key: value for key, value in LEASES[how].items() if key != "memory"}  # memory is the root's
+    for layer in (model[0], model[2]):
+        sw.fully_shard(layer, **of_units)
+    sw.fully_shard(model, **LEASES[how])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (model, plain)]
+
+    def step() -> None:
+        for m in (model, plain):
+            m.zero_grad()
+        loss_of(model, rank).backward()
+        sum(loss_of(plain, r) / world_size for r in range(world_size)).backward()  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            optimizer.step()
+
+    for _ in range(3):
+        step()
+    meeting = getattr(model, UNIT).ranks.every[0].meeting
+    before = meeting.number
+    with interrupted_at(0, PARTS[part]) as lines:
+        loss_of(model, rank).backward()
+    meetings, places = meeting.number - before, [lines]
+    dist.broadcast_object_list(places, 1)
+    total, *firsts = places[0]
+    for n in range(1, total + 1) if everything() else firsts:
+        step()
+        before, begun, where = meeting.number, False, ""
+        for _ in range(4):
+            model.zero_grad()
+            try:
+                with interrupted_at(n if (rank == 1 or who == "all") and not begun else 0, PARTS[part]):
+                    begun = True
+                    loss_of(model, rank).backward()
+                break
+            except Interrupt as error:
+                where = str(error)
+                if meeting.number - before == meetings:
+                    break  # on the way out
+            except RuntimeError as error:
+                assert "diverged" in str(error), (n, where, error)
+        check_step(model, plain, rank, world_size, (n, where))
+
+
 @pytest.mark.extensive("each moment")
 @multirank(2, timeout=120.0)
 def test_an_interrupt_while_ranks_find_each_others_pages_leaves_them_in_order(
@@ -230,7 +301,7 @@ def test_an_interrupt_while_ranks_find_each_others_pages_leaves_them_in_order(
         with interrupted_at(0, "/shardwright/comm/") as lines:
             loss_of(model, rank).backward()
         meetings = getattr(model, UNIT).ranks.every[0].meeting.number
-    total = torch.tensor(lines)
+    total = torch.tensor(lines[0])
     dist.broadcast(total, 1)
     assert int(total) > 300
     for n in range(1, int(total), 7):

@@ -75,7 +75,8 @@ class Planned:
                 f"it has {slab.nbytes:,} bytes, but the plan has {self.plan.items[i].nbytes:,} bytes for it",
             )
             return DYNAMIC.lease(slab)
-        busy = self._overlaps[i] & self._leased
+        # The slab's own bit does not count: it is set only if an exception interrupted an earlier lease or release.
+        busy = self._overlaps[i] & self._leased & ~(1 << i)
         if busy:
             other = self.plan.items[busy.bit_length() - 1]
             self._deviate(slab, f"its place in the plan still holds the {other.kind} of unit {other.unit!r}")

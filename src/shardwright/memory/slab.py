@@ -202,6 +202,10 @@ class Slab:
         if self.leased:
             self._hide()
             return
+        if self._block is not None and not self._block.nbytes():
+            # An exception, as of a signal's handler, came between two lines of an earlier lease or release.
+            swap_memory(self._storage, self._block)
+            self._attached = self._lease_memory = None
         self._lender = self.owner.allocator
         memory = self._lender.lease(self)
         if memory is None:

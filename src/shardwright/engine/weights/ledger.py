@@ -57,15 +57,15 @@ class Ledger:
             # So that graphs over the shard, or over full parameters that are the shard, notice the edit.
             increment_version([self._watched[i] for i in behind])
             versions = _versions_of(self._watched)
-        self._versions = versions
-        self.epoch += 1
         changed = list(
             dict.fromkeys(
                 i // 2 for i, (new, old) in enumerate(zip(versions, earlier, strict=True)) if new != old
             )
         )
+        self.epoch += 1
         for i in changed:
             self._edited[i] = self.epoch
+        self._versions = versions  # last: if a signal's handler raises before, the edit is found again
         return changed
 
     def edited_after(self, epoch: int) -> set[int]:
@@ -100,13 +100,15 @@ class FullCounters:
         owner: the owner of the parameters' memory.
     """
 
-    __slots__ = ("__weakref__", "_all", "_number", "_real", "_versions", "owner", "tensors")
+    __slots__ = ("__weakref__", "_advancing", "_all", "_number", "_real", "_versions", "owner", "tensors")
 
     def __init__(self, tensors: list[torch.Tensor], owner: Owner) -> None:
         self.tensors = tensors
         self.owner = owner
         self._all = tuple(tensors)
         self._real: list[int] | None = None  #: the counters' real numbers while they are hidden
+        #: The numbers before :meth:`advance` increases them. It stays if a signal's handler raises inside.
+        self._advancing: list[int] | None = None
         self._number = (next(_numbers),) * len(tensors)
         if tensors:
             _hidden[self._number[0]] = self
@@ -114,7 +116,7 @@ class FullCounters:
 
     def forget(self) -> None:
         """Ignore all edits until now."""
-        self._versions = self._read()
+        self._versions, self._advancing = self._read(), None
 
     def _read(self) -> list[int]:
         return _versions_of(self.tensors) if self._real is None else self._real
@@ -136,19 +138,29 @@ class FullCounters:
         """Increase these tensors' counters without an edit. Edits that no check has found yet still count."""
         hidden = self._real is not None
         self.show()
-        before = self._read()
+        self._end_advance()
+        self._advancing = self._read()
         increment_version(tensors)
-        seen = zip(self._versions, before, self._read(), strict=True)
-        self._versions = [version + after - earlier for version, earlier, after in seen]
+        self._end_advance()
         if hidden:
             self.hide()
 
+    def _end_advance(self) -> None:
+        """Count the numbers by which :meth:`advance` has increased the counters as no edits."""
+        before = self._advancing
+        if before is not None:
+            seen = zip(self._versions, before, self._read(), strict=True)
+            versions = [version + after - earlier for version, earlier, after in seen]
+            self._versions, self._advancing = versions, None  # nothing can raise between the two
+
     def moved(self) -> bool:
         """Whether any was edited since the last check."""
+        self._end_advance()
         return self._read() != self._versions
 
     def look(self) -> set[int]:
         """The ids of the tensors that were edited since the last check."""
+        self._end_advance()
         versions, earlier = self._read(), self._versions
         if versions == earlier:
             return set()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ from shardwright.engine.base.settings import Transport
 from shardwright.engine.base.site import UnitSite
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.weights.forms import Forms
-from shardwright.engine.weights.full_edits import FullEdits
+from shardwright.engine.weights.full_edits import FullEdits, fingerprint_of
 from shardwright.engine.weights.full_weights import Copies, Copy
 from shardwright.engine.weights.gather import Gather, edits_are_seen
 from shardwright.engine.weights.ledger import NEVER, FullCounters, Ledger
@@ -71,6 +72,9 @@ class Weights:
         adopted = weakref.WeakMethod(self._adopt)
         self.copies = Copies(site, transport, layout, shards, slab, parameters, adopted)
         self._edits = FullEdits(parameters, self.copies, site.owner)
+        #: With SHARDWRIGHT_POISON=1, hashes of the shards when the slab got their values. None: they are not compared.
+        self._hashes: list[int] | None = None
+        self._compares_shards = os.environ.get("SHARDWRIGHT_POISON") == "1" and not self._edits.in_place
         slab.release()
 
     def gather_by(self, transport: Transport) -> None:
@@ -134,6 +138,8 @@ class Weights:
             fresh = self.is_current
             self.ledger.write()
             self.epoch = self.ledger.epoch if fresh else NEVER
+            if self._hashes is not None:
+                self._hashes = self._hashes_of_shards()
 
     def _compare_edit(self, name: str, fingerprint: Callable[[], torch.Tensor]) -> None:
         if self.place is not None:
@@ -169,7 +175,19 @@ class Weights:
         if not self.copies.current.slab.leased or not (self.call == call or (self.kept and edits_are_seen)):
             return False
         self.notice_edits()
-        return self.epoch == self.ledger.epoch
+        if self.epoch != self.ledger.epoch:
+            return False
+        if self._hashes is not None and self.call != call and self._hashes != self._hashes_of_shards():
+            raise RuntimeError(
+                f"The shard of unit {self.site.owner.name!r} was changed by a write that no version counter shows "
+                "(numpy, dlpack, a memoryview or a storage), and the unit still has the weights that it gathered "
+                "before, so the change would have no effect. Write through the tensor under torch.no_grad(), or call "
+                "reshard() on the model after the write."
+            )
+        return True
+
+    def _hashes_of_shards(self) -> list[int]:
+        return [int(fingerprint_of(shard).item()) for shard in self.shards]
 
     def issue(self, call: int, look: bool, nearby: bool) -> None:
         """Lease the slab if needed, and begin to fill it from the shards, for the given root call or backward.
@@ -192,6 +210,8 @@ class Weights:
         self.copies.current.counters.hide()
         self.copies.current.slab.lease()
         self.call, self.epoch, self.kept = call, epoch, False
+        if self._compares_shards:
+            self._hashes = self._hashes_of_shards()
         self.residence = change(self.residence, ISSUING, self.site.owner)
         try:
             with annotate("all_gather", place.label):
