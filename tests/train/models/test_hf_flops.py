@@ -38,7 +38,7 @@ def job(path: Path, length: int, **finetune: Any) -> Config:
 
 
 def counted_by_torch(config: Any, length: int, model: Any = None) -> float:
-    """Of a token, in forward and backward of the real model, whose attention and experts are plain products."""
+    """Return the operations of a token in the real model, whose attention and experts are plain products."""
     if model is None:
         options = {"attn_implementation": "eager", "experts_implementation": "eager"}
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).train()

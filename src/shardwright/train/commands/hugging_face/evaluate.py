@@ -177,7 +177,7 @@ def _check_template(template: str | None, where: str, key: str) -> None:
 
 
 @contextmanager
-def _tokenizer_of_requests(folder: Path, chat: bool, begins: bool) -> Iterator[dict[str, Any]]:
+def tokenizer_of_requests(folder: Path, chat: bool, begins: bool) -> Iterator[dict[str, Any]]:
     """Make a folder with the tokenizer of a model, which makes the ids of training of the texts of tasks.
 
     A tokenizer of transformers puts tokens around every text: its begin token, which a chat template has written
@@ -240,7 +240,7 @@ def _computed(
         stream = log.open("ab")
     at = f"step {step}" if step is not None else str(folder)
     say(f"lm-eval computes {', '.join(map(os.path.basename, request['tasks']))} of {at}; its log: {log}")
-    with stream, _tokenizer_of_requests(folder, request["apply_chat_template"], begins) as arguments:
+    with stream, tokenizer_of_requests(folder, request["apply_chat_template"], begins) as arguments:
         content = {**request, "folder": str(folder), "model_args": arguments}
         found = _results(content, stream, f"see {log}")
     tasks = tasks_of(found, request["limit"], request["apply_chat_template"])

@@ -11,7 +11,7 @@ import pytest
 
 from shardwright.train.commands.export import write_tokenizer
 from shardwright.train.commands.generate import prompt_ids
-from shardwright.train.commands.hugging_face.evaluate import _tokenizer_of_requests
+from shardwright.train.commands.hugging_face.evaluate import tokenizer_of_requests
 from shardwright.train.data.sources.items import Conversation
 from shardwright.train.data.tokens.chat import encode_conversation, prompt_of
 from shardwright.train.data.tokens.tokenizers import open_tokenizer
@@ -74,7 +74,7 @@ def requested(
 ) -> list[int]:
     """The ids that lm-eval's class for transformers makes of a text, or of messages."""
     lm_eval = pytest.importorskip("lm_eval.models.huggingface", reason="needs lm_eval")
-    with _tokenizer_of_requests(folder, chat, begins) as arguments:
+    with tokenizer_of_requests(folder, chat, begins) as arguments:
         tokenizer = transformers.AutoTokenizer.from_pretrained(arguments["tokenizer"])
         model = SimpleNamespace(
             tokenizer=tokenizer, add_bos_token=None, prefix_token_id=arguments["prefix_token_id"], backend="causal",
