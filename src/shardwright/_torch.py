@@ -22,7 +22,7 @@ from datetime import timedelta
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
+from types import MemberDescriptorType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -130,11 +130,18 @@ _CloneArgBeforeMutateMode = _probe(_graph, "_CloneArgBeforeMutateMode")
 
 #: Moves version counters without an operation.
 increment_version = _probe(torch.autograd.graph, "increment_version")
+#: Called with a tuple of tensors and a tuple of numbers: what their version counters become.
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = _probe(
+    torch._C, "_autograd", "_unsafe_set_version_counter"
+)
 
 #: Unlike ``Tensor.__dlpack__`` it serves devices that were added to torch, and no stream waits for another.
 _to_dlpack = _probe(torch._C, "_to_dlpack")
 
-if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):  # since torch 2.12
+#: Whether two storages can exchange their memory without a compiled helper, as torch 2.12 and later can.
+SWAPS_MEMORY = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+if SWAPS_MEMORY:
 
     def swap_memory(one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
         """Exchange the memory and the sizes of two storages. Views of them see it."""
@@ -596,7 +603,8 @@ uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = _probe(torch, "
 
 def called_by_compiler() -> bool:
     """Whether the caller was called by torch.compile's own code, as it runs or traces a graph."""
-    return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch._functorch.")
+    caller = str(sys._getframe(2).f_globals.get("__name__"))
+    return caller.startswith(("torch._functorch.", "torch._dynamo.", "torch._subclasses."))
 
 
 def called_by_parameter() -> bool:
@@ -818,6 +826,77 @@ def _subclasses_dispatch() -> bool:
 subclasses_dispatch = _subclasses_dispatch()
 
 
+#: Set an object's class also where its class gives another one as ``__class__`` (``tensors/same_object.py``).
+set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
+_exchange_tensors = getattr(torch._C, "_swap_tensor_impl", None)
+_EMPTY = torch.empty(0, device="cpu")
+#: The number of references to a tensor in C++: that of its object, and those of graphs.
+_references_to = _probe(torch.Tensor, "_use_count")
+#: Whether an object that is laid out as ``nn.Parameter`` can become a sharded tensor.
+objects_become_sharded = subclasses_dispatch and _exchange_tensors is not None
+
+
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two Python objects exchange what they are: tensor, class and attributes. References to them stay.
+
+    As ``torch.utils.swap_tensors``, but weak references and graphs may refer to them. A graph keeps the tensor, not the
+    object. Both objects must have the same gradient hooks, which stay where they are.
+
+    Raises:
+        RuntimeError, TypeError: the objects are laid out differently, or C++ refers to a tensor weakly. Nothing has
+            changed then.
+    """
+    if _exchange_tensors is None:
+        raise RuntimeError(f"torch {torch.__version__} cannot exchange tensors")
+    kinds = type(one), type(other)
+    slots = [name for name in DTensor.__slots__ if all(_is_slot(kind, name) for kind in kinds)]
+    set_class(one, kinds[1])
+    try:
+        set_class(other, kinds[0])
+        _exchange_tensors(one, other)
+    except BaseException:
+        set_class(one, kinds[0])
+        set_class(other, kinds[1])
+        raise
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    for name in slots:
+        values = getattr(one, name), getattr(other, name)
+        setattr(one, name, values[1])
+        setattr(other, name, values[0])
+
+
+def _is_slot(kind: type, name: str) -> bool:
+    return isinstance(getattr(kind, name, None), MemberDescriptorType)
+
+
+def moved_into(kind: type, source: Any) -> Any:
+    """Return an object of class ``kind``, laid out as a plain tensor, that is the tensor ``source``.
+
+    ``source`` is an empty tensor afterwards. Its slots are attributes of the result.
+    """
+    assert _exchange_tensors is not None
+    made = make_subclass(torch.Tensor, _EMPTY)
+    attributes = {**vars(source), **{name: getattr(source, name) for name in type(source).__slots__}}
+    _exchange_tensors(made, source)
+    made.__dict__.update(attributes)
+    set_class(made, kind)
+    return made
+
+
+def refuse_backward(parameter: torch.Tensor, message: str) -> Any:
+    """Let every backward raise RuntimeError that reaches ``parameter``, a leaf, through a graph from before.
+
+    Returns a handle, which ends this, or None if no graph can reach it.
+    """
+    if not (parameter.requires_grad and parameter.is_leaf) or _references_to(parameter) < 2:
+        return None
+
+    def refuse(gradients: Any) -> None:
+        raise RuntimeError(message)
+
+    return torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(refuse)
+
+
 #: Methods of a group or of its backend: all-gather and reduce-scatter of one flat tensor.
 all_gather_of: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_allgather_base")
 reduce_scatter_of: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_reduce_scatter_base")
@@ -960,6 +1039,14 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
     return _flatten(mesh)
 
 
+_root_mesh = _probe(DeviceMesh, "_get_root_mesh")
+
+
+def root_mesh_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh from which this one was sliced, or this one."""
+    return _root_mesh(mesh)
+
+
 def rebind(dtensor: DTensor, new: DTensor) -> None:
     """Make ``dtensor``, the same object, what ``new`` is: shape, dtype, local tensor and placement."""
     # An assignment to ``.data`` changes the outside of a wrapper subclass only.
@@ -970,6 +1057,20 @@ def rebind(dtensor: DTensor, new: DTensor) -> None:
 
 #: Hooks of ``Tensor.register_hook``, which autograd cannot call on a parameter it never sees.
 gradient_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter("_backward_hooks")
+
+
+#: ``.grad`` of a tensor and its assignment, also where a class has a property of this name.
+grad_of: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+
+
+def waits_for_other_gradients(hook: Any) -> bool:
+    """Return whether a gradient hook is that of ``register_multi_grad_hook`` with mode "all".
+
+    It counts the nodes of its tensors that autograd will run, and a sharded parameter has none that autograd runs.
+    """
+    code = getattr(hook, "__code__", None)
+    return code is not None and code.co_name == "inner_hook" and code.co_filename == _graph.__file__
 
 
 def share_gradient_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -1086,6 +1187,27 @@ def watch_backward(run: Callable[..., Any]) -> None:
     torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = watched  # type: ignore[attr-defined]
 
 
+def watch_zero_grad(after: Callable[[Iterable[torch.Tensor]], None]) -> None:
+    """From now on call ``after`` with the parameters after each ``zero_grad`` of an optimizer or a module.
+
+    torch has no hooks for it.
+    """
+
+    def watched(kind: Any, parameters_of: Callable[[Any], Iterable[torch.Tensor]]) -> None:
+        original = kind.zero_grad
+
+        @functools.wraps(original)
+        def zero_grad(self: Any, *args: Any, **options: Any) -> None:
+            original(self, *args, **options)
+            if not torch.compiler.is_compiling():
+                after(parameters_of(self))
+
+        kind.zero_grad = zero_grad
+
+    watched(torch.optim.Optimizer, lambda optimizer: (p for g in optimizer.param_groups for p in g["params"]))
+    watched(torch.nn.Module, lambda module: module.parameters())
+
+
 def watch_optimizer_states(make: Callable[..., None], read: Callable[..., Any]) -> None:
     """From now on let ``make`` make the state of optimizers that have none, and ``read`` read states, for torch's
     functions of ``torch.distributed.checkpoint.state_dict``.
@@ -1187,26 +1309,63 @@ def _forget_meshes() -> None:
 
 
 @contextmanager
-def watch_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Inside the context ``on_resize`` is called with each storage that Python code has given another size."""
-    plain = torch.UntypedStorage.resize_
+def watch_resizes(
+    on_resize: Callable[[torch.UntypedStorage], None],
+    memory_of: Callable[[int], torch.UntypedStorage],
+) -> Iterator[None]:
+    """Inside the context ``on_resize`` is called with each storage that Python code has given another size.
+
+    ``memory_of``: returns a storage of so many bytes, whose memory a resized storage gets if this machine refuses to
+    allocate as much.
+    """
+    plain, plain_resizable = torch.UntypedStorage.resize_, torch.UntypedStorage.resizable
+    #: By a storage that got such memory, the empty storage that gave it. With the memory they have exchanged whether
+    #: they can be resized.
+    lenders: dict[int, torch.UntypedStorage] = {}
+
+    def resizable(storage: torch.UntypedStorage) -> bool:
+        return plain_resizable(storage) or storage._cdata in lenders
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        result = plain(storage, nbytes)
+        if not plain_resizable(storage) and (lender := lenders.pop(storage._cdata, None)) is not None:
+            swap_memory(storage, lender)
+        try:
+            plain(storage, nbytes)
+        except RuntimeError as error:
+            if "allocate memory" not in str(error):
+                raise
+            plain(storage, 0)
+            lender = lenders[storage._cdata] = memory_of(nbytes)
+            swap_memory(storage, lender)
         on_resize(storage)
-        return result
+        return storage
 
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage.resizable = resizable  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+        torch.UntypedStorage.resizable = plain_resizable  # type: ignore[method-assign]
 
 
 @contextmanager
 def watch_reads(on_read: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Inside the context ``on_read`` is called with each tensor of which ``tolist`` or ``numpy`` is called."""
+    """Inside the context ``on_read`` is called with each tensor of which ``tolist`` or ``numpy`` is called, or by whose
+    values ``tensor_split`` divides another one: torch reads them without an operation."""
     with ExitStack() as stack:
+        places: tuple[Any, ...] = (torch, torch.Tensor)
+        for place in places:
+            plain_split = place.tensor_split
+
+            def split(tensor: Any, *args: Any, plain: Any = plain_split, **kwargs: Any) -> Any:
+                for each in (*args, *kwargs.values()):
+                    if isinstance(each, torch.Tensor):
+                        on_read(each)
+                return plain(tensor, *args, **kwargs)
+
+            place.tensor_split = split
+            stack.callback(setattr, place, "tensor_split", plain_split)
         for name in ("tolist", "numpy"):
             plain = getattr(torch.Tensor, name)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
+from shardwright._torch import TorchDispatchMode
 from shardwright.activations.checkpointing import checkpoint_blocks
 
 #: What a block does with the result of its first matrix product, which "ops" keeps.
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("offloaded", [False, True], ids=["", "offloaded"])
-@pytest.mark.parametrize("kind", ["full", "layers", "ops"])
+@pytest.mark.parametrize("kind", ["full", "layers", "ops", "half_ops"])
 @pytest.mark.parametrize("name", WRITES)
 def test_results_that_are_written_in_place(name: str, kind: str, offloaded: bool) -> None:
     torch.manual_seed(0)
@@ -91,3 +91,32 @@ def test_kept_results_are_freed_without_the_collector(backward: bool) -> None:
         assert products and all(each.expired() for each in products)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("kind, again", [("none", 0), ("ops", 0), ("half_ops", 2), ("full", 4)])
+def test_so_many_products_are_computed_again(kind: str, again: int) -> None:
+    """Of a block with four. Each needs two more for its gradients."""
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func._schema.name in ("aten::mm", "aten::addmm")
+            return func(*args, **(kwargs or {}))
+
+    class Four(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8, bias=i % 2 == 0) for i in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x * x
+
+    blocks = [Four()]
+    checkpoint_blocks(blocks, kind)
+    x = torch.randn(4, 8, requires_grad=True)
+    with Products() as products:
+        blocks[0](x).sum().backward()
+    assert products.count == 4 + again + 8

@@ -131,6 +131,7 @@ def test_no_step_assigns_a_number_to_an_element(rank: int, world_size: int, sett
             with in_calls(PACKAGE) as seen:
                 for micro in range(2):
                     batch = tokens(step, micro, rank)
+                    model.set_is_last_backward(setting != "in backward" or micro == 1)
                     loss_of(model(batch), batch).backward()
                 if setting != "in backward":
                     sw.clip_grad_norm_(model.parameters(), 1.0)

@@ -267,7 +267,9 @@ def watching(left_out: tuple[str, ...] = ()) -> Iterator[Storages]:
 
         def watched_lease(slab: Slab) -> None:
             lease(slab)
-            seen.know(slab._storage, f"{slab.kind}: of unit {slab.unit!r}")
+            for storage in (slab._storage, slab._landing):
+                if storage is not None:
+                    seen.know(storage, f"{slab.kind}: of unit {slab.unit!r}")
             seen.sample()
 
         Slab.lease = watched_lease  # type: ignore[method-assign]

@@ -36,10 +36,11 @@ Run = Callable[[Model, Any, int, Path], Any]
 
 
 def step(model: Model, optimizer: Any, rank: int, number: int) -> None:
-    """As a loop with the optimizer in backward may: what has not arrived is stepped where it is needed."""
+    """Make one step. The loop never calls ``step`` of an optimizer in backward: what has not arrived is stepped where
+    it is needed."""
     batch = tokens(number, 0, rank)
     loss_of(model(batch), batch).backward()
-    if number % 2 or not hasattr(optimizer, "leave_backward"):
+    if not hasattr(optimizer, "leave_backward"):
         optimizer.step()
     optimizer.zero_grad()
 

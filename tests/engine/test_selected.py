@@ -331,3 +331,43 @@ def test_weights_as_stored_in_evaluation_do_not_matter(rank: int, world_size: in
         loss.backward(inputs=select(model))
         check([p.grad for p in select(model)], expected(plain, select, world_size), False, f"{evaluate}")
         model.zero_grad()
+
+
+class AsksInBackward(torch.autograd.Function):
+    """Its backward runs a model, and asks for gradients of the model's parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, model: nn.Module, parameters: list[nn.Parameter] | None
+    ) -> torch.Tensor:
+        ctx.model, ctx.parameters = model, parameters
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            loss = ctx.model(torch.ones(2, 4)).square().mean()
+            torch.autograd.grad(loss, ctx.parameters or list(ctx.model.parameters()))
+        return gradient, None, None
+
+
+@multirank(2)
+def test_gradients_asked_for_inside_a_backward_that_ran_the_forward_are_refused(
+    rank: int, world_size: int
+) -> None:
+    """The parameters may be those from before, or those that the model has there, which are full."""
+    for before in (False, True):
+        for own in (False, True):
+            models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+            for model in models:
+                sw.fully_shard(model[0])
+                sw.fully_shard(model)
+            asked = models[not own]
+            output = AsksInBackward.apply(
+                models[0](torch.ones(2, 4)), asked, list(asked.parameters()) if before else None
+            )
+            with pytest.raises(
+                RuntimeError, match=r"inside another backward got parameters of unit .*adds to \.grad"
+            ):
+                output.sum().backward()
+            models[0](torch.ones(2, 4)).sum().backward()

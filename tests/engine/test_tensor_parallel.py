@@ -295,11 +295,19 @@ def test_optimizers_built_before_sharding_are_noticed(rank: int, world_size: int
     mesh = mesh_of((1, 2))
     model = parallelize(build(), mesh, "tensor")
     early, late = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
-    shard(model, mesh, layout="ragged")
+    shard(model, mesh, layout="ragged")  # no DTensor can become a ragged tensor; plain parameters can
     batch = tokens(0, 0, 0)
     loss_of(model(batch), batch).backward()
-    with pytest.raises(RuntimeError, match="from before the model was sharded"):
+    with pytest.raises(RuntimeError, match=r"was used through its old object, from before fully_shard"):
         early.step()
     before = full(model.head.weight).clone()
     sw.fully_shard_optimizer(late).step()
+    assert not torch.equal(full(model.head.weight), before)
+    model = parallelize(build(), mesh, "tensor")
+    early, those = torch.optim.SGD(model.parameters(), lr=0.1), list(model.parameters())
+    shard(model, mesh)
+    assert all(p is q for p, q in zip(model.parameters(), those, strict=True))
+    before = full(model.head.weight).clone()
+    loss_of(model(batch), batch).backward()
+    early.step()
     assert not torch.equal(full(model.head.weight), before)

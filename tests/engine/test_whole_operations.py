@@ -152,3 +152,22 @@ def test_a_plain_tensor_beside_raises_an_error_with_the_parameter(rank: int, wor
     ):
         with pytest.raises(RuntimeError, match=NAMED):
             operation()
+
+
+@multirank(2)
+def test_a_hook_that_multiplies_a_rank_s_own_tensor_by_a_weight_is_told_so(
+    rank: int, world_size: int
+) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    sw.fully_shard(model[0])
+    sw.fully_shard(model)
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    handle = model[0].register_forward_hook(
+        lambda module, args, output: output.register_hook(lambda g: g + (x @ module.weight.t()) * g) and None
+    )
+    with pytest.raises(
+        RuntimeError, match=r"compute in backward, as in a hook, .*plain tensor, which differs by rank"
+    ):
+        model(x).sum().backward()
+    handle.remove()
+    model(x).sum().backward()

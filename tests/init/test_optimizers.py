@@ -65,8 +65,9 @@ def test_groups_options_and_state_follow(rank: int, world_size: int, kind: str, 
             train(model, optimizer, range(2))
         sw.fully_shard(model[0], layout=layout)
         sw.fully_shard(model, layout=layout)
-        with pytest.raises(RuntimeError, match=r"from before the model was sharded"):
-            optimizer.step()
+        if begin == "whole":
+            with pytest.raises(RuntimeError, match=r"from before the model was sharded"):
+                optimizer.step()
         assert sw.fully_shard_optimizer(optimizer) is optimizer
         sw.materialize(model)
         assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in expected.param_groups]
@@ -97,7 +98,9 @@ def test_an_optimizer_made_before_there_were_shards(rank: int, world_size: int) 
         sw.fully_shard_optimizer(optimizer)
     train(model, optimizer, range(2))
     sw.fully_shard(model)
-    with pytest.raises(RuntimeError, match=r"would train nothing"):
+    with pytest.raises(
+        RuntimeError, match=r"The state 'momentum_buffer' of this SGD is that of a whole parameter"
+    ):
         optimizer.step()
     sw.fully_shard_optimizer(optimizer)
     before = full(model[0].weight).clone()
@@ -129,8 +132,7 @@ def test_steps_without_values_are_refused() -> None:
         optimizer.step()
     sw.materialize(model)
     sw.materialize(recurrent)
-    with pytest.raises(RuntimeError, match=r"before the model was sharded or materialized"):
-        optimizer.step()  # LSTM refers to its weights weakly, so they are other objects now
+    optimizer.step()  # LSTM refers to its weights weakly, and they are the same objects
     with sw.deferred_init():
         model = build()
     optimizer = OPTIMIZERS["adagrad"](model)
@@ -139,10 +141,20 @@ def test_steps_without_values_are_refused() -> None:
         optimizer.step()
 
 
+class Slotted(nn.Parameter):
+    """Python does not let an object of this class become a sharded parameter."""
+
+    __slots__ = ("note",)
+
+
+DEAD = r"Parameter '0.weight of Sequential' was used through its old object, from before fully_shard"
+
+
 @multirank(1)
 def test_parameters_that_die_between_steps(rank: int, world_size: int) -> None:
     """They are noticed among living ones, whatever brought them there, in every optimizer that has stepped before."""
     first, second, third = build(), build(), build()
+    second[0].weight, third[0].weight = Slotted(second[0].weight.data), Slotted(third[0].weight.data)
     dead = next(third.parameters())
     sw.fully_shard(third)
     sw.fully_shard(first)
@@ -153,24 +165,18 @@ def test_parameters_that_die_between_steps(rank: int, world_size: int) -> None:
     ):
         train(first, optimizer, range(2))
         optimizer.param_groups[0]["params"].append(dead)
-        with pytest.raises(
-            RuntimeError, match=r"holds the old object of parameter '0.weight of Sequential', from before"
-        ):
+        with pytest.raises(RuntimeError, match=DEAD):
             optimizer.step()
         optimizer.param_groups[0]["params"].pop()
         optimizer.step()
         optimizer.add_param_group({"params": [dead]})
-        with pytest.raises(
-            RuntimeError, match=r"holds the old object of parameter '0.weight of Sequential', from before"
-        ):
+        with pytest.raises(RuntimeError, match=DEAD):
             optimizer.step()
         del optimizer.param_groups[1]
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
     sw.fully_shard(second)
-    with pytest.raises(
-        RuntimeError, match=r"holds the old object of parameter '0.weight of Sequential', from before"
-    ):
+    with pytest.raises(RuntimeError, match=DEAD):
         whole.step()
     with sw.deferred_init():
         fourth = build()

@@ -323,6 +323,23 @@ def test_a_device_like_another_one(tmp_path: Path) -> None:
     assert device.figures == Figures(**{**vars(RATES.figures), "power": 0.7})
 
 
+@pytest.mark.parametrize("name", ["a100", "h100", "b200", "rtx4090"])
+def test_a_file_without_a_generation_has_that_of_the_most_similar_device(tmp_path: Path, name: str) -> None:
+    known = known_devices()[name].figures
+    assert known is not None
+    peaks = ", ".join(f"{dtype} = {0.9e-12 * flops}" for dtype, flops in known.flops.items())
+    figures = "bandwidth = 3000\nunits = 100\nnode = 8\nwithin = 300\nacross = 25\n"
+    (tmp_path / "own.toml").write_text(f"gib = 80\n[speed]\ntflops = {{ {peaks} }}\n{figures}")
+    _, device = parse_devices(str(tmp_path / "own.toml"), lambda: pytest.fail())
+    assert device.figures is not None and device.figures.generation == known.generation
+
+
+def test_a_device_may_be_like_one_that_is_like_another(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text('like = "h200"\ngib = 100\n')
+    _, device = parse_devices(str(tmp_path / "own.toml"), lambda: pytest.fail())
+    assert device.figures == known_devices()["h200"].figures and device.nbytes == 100 << 30
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -333,8 +350,12 @@ def test_a_device_like_another_one(tmp_path: Path) -> None:
         ),
         ('like = "h100"\n[speed]\nbandwith = 3', r"\[speed\] has 'bandwith'; expected across, bandwidth"),
         ('like = "h100"\n[speed]\nbandwidth = "fast"', "expected bandwidth, GB/s .*, found 'fast'"),
+        (
+            'like = "h100"\n[speed]\npower = 0.1',
+            "expected power, .*, above 0.2, which its memory alone takes, found 0.1",
+        ),
         ('like = "h100"\n[speed]\npower = 1.5', "expected power, the share of its nominal power, found 1.5"),
-        ("gib = 80\nbandwidth = 3", r"own: it has 'bandwidth'; expected gib, kind, like"),
+        ("gib = 80\nbandwidth = 3", r"own: it has 'bandwidth'; expected gib, host_gib, kind, like"),
         ("gib = 80\nspeed = 3", r"expected a table \[speed\], found 3"),
         ('gib = 80\n[speed]\ngeneration = "ada"\ntflops = {bfloat16 = 3}', "a table of dtypes with float32"),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.planner.allocator import Rules
+from shardwright.planner.allocator import CachingAllocator, Rules, run
 from shardwright.planner.devices import GIB, Device, DeviceError, known_devices, parse_devices
 from shardwright.planner.program import (
     Alloc,
@@ -219,8 +219,71 @@ def test_the_verdict_takes_the_largest_phase() -> None:
     }  # fmt: skip
     figures = json.loads(as_json(verdict))
     assert figures["phases"]["save"] == {"live_bytes": 10 * GIB + 9, "host_bytes": 5 * GIB}
-    assert str(verdict).splitlines()[-2:] == [
+    assert str(verdict).splitlines()[-3:] == [
         "phases   step 11.00, validation 13.00, save 10.00 GiB live at most",
         "host        5.00  staging 5.00; memory of the host for each rank",
+        "         8.00 GiB for the rank of a node, with 3.00 for each process; the host has 2048.00",
     ]
     assert judge(program(GIB), known_devices()["h100"], 1).host == {}
+
+
+def on_host(gib: float) -> Program:
+    """A program that keeps so much in the memory of the host, and little on the device."""
+    owner = Owner("activations", "activations of blocks", "", "")
+    return Program([*program(GIB).events, Alloc(2, int(gib * GIB), "host", 2)], [*OWNERS, owner])
+
+
+@pytest.mark.parametrize(
+    "gib, ranks, answer",
+    [
+        (248, 8, "barely"), (254, 8, "no"), (240, 8, "yes"), (254, 7, "yes"), (254, 1, "yes"),
+        (254, 64, "no"), (240, 64, "yes"), (2048, 1, "no"),
+    ],
+)  # fmt: skip
+def test_the_ranks_of_a_node_share_the_memory_of_its_host(gib: float, ranks: int, answer: str) -> None:
+    """A node of 8 devices has 2,048 GiB, and each process takes 3 beside what it keeps there."""
+    verdict = judge(on_host(gib), known_devices()["h100"], ranks)
+    assert verdict.answer == answer and verdict.needs_more_host == (answer == "no")
+    assert verdict.host_need == min(ranks, 8) * int((gib + 3) * GIB)
+    lines = str(verdict).splitlines()
+    assert ("GiB of the host's memory are missing" in lines[0]) == (answer == "no")
+    assert json.loads(as_json(verdict))["host_need_bytes"] == verdict.host_need
+
+
+def test_the_memory_of_a_host_is_in_the_file_of_its_device(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    for text, answer, words in (
+        ("gib = 80\nhost_gib = 100", "no", "the host has 100.00"),
+        ("gib = 80", "yes", "how much the host has is not known (host_gib of the device's file)"),
+        ('like = "h100"', "yes", "the host has 2048.00"),
+        ('like = "h200"', "yes", "the host has 2048.00"),
+    ):
+        file.write_text(text + "\n")
+        verdict = judge(on_host(50), parse_devices(f"8x{file}", none)[1], 8)
+        assert verdict.answer == answer and str(verdict).splitlines()[-1].endswith(words)
+    file.write_text("gib = 80\nhost_gib = -1\n")
+    with pytest.raises(DeviceError, match="expected host_gib, the memory of a node's host in GiB, found -1"):
+        parse_devices(str(file), none)
+
+
+def test_later_steps_may_reserve_more_than_the_first_two() -> None:
+    """Each step finds the block of the step before, which lies elsewhere in the cache than that of the first one."""
+    mib = 1 << 20
+    sizes = (22, 22, 11, 14, 11, 14)
+    events: list[Event] = [Phase("build"), Alloc(0, 100 * mib, "compute", 0)]
+    for first in (1, 7):
+        blocks = range(first, first + 6)
+        taken = [Alloc(block, size * mib, "compute", 1) for block, size in zip(blocks, sizes, strict=True)]
+        kept = [Free(first - 1)] if first > 1 else []
+        events += [Phase("step"), Phase("forward"), *taken[:2], *kept]
+        for i in range(4):
+            events += [*taken[2 + i : 3 + i], Free(first + i)]
+        events.append(Free(first + 4))
+    reserved = []
+    for count in (0, 3):
+        allocator = CachingAllocator(Rules())
+        for each in Program(events, OWNERS).with_further_steps(count):
+            run(allocator, each)
+        reserved.append(allocator.peak.reserved)
+    assert reserved == [170 * mib, 192 * mib]
+    assert judge(Program(events, OWNERS), known_devices()["h100"], 1).unlimited.reserved == 192 * mib

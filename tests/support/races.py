@@ -169,6 +169,14 @@ class Simulator(TorchDispatchMode):
     def resized(self, storage: torch.UntypedStorage) -> None:
         self._block_of(storage, "the allocation of memory")
 
+    def exchanged(self, one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
+        blocks = [self._owned.pop(storage._cdata, None) for storage in (one, two)]
+        for storage, block in zip((two, one), blocks, strict=True):
+            if block is not None:
+                self._owned[storage._cdata] = block
+                self._watch(storage)
+                block.owner = self._watched[storage._cdata]
+
     def _zeros(self, zeros: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def zeros_(*given: Any) -> torch.Tensor:
             self._offloads = True

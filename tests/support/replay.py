@@ -105,6 +105,7 @@ class CpuGraphs(HostStreams):
                     given.alive.append(memory)
                 slab._attach(memory)
                 slab.leased = True
+            slab._hide()
 
         self.capturing, Slab.lease = True, lease  # type: ignore[method-assign]
         try:

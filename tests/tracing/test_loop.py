@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
 from shardwright._torch import absent_ranks
-from shardwright.planner.program import Kernel
+from shardwright.planner.program import Alloc, Kernel
 from shardwright.tracing.hollow import AbsentDeviceError, UnknownValueError
 from shardwright.tracing.loop import program_of_loop
 from tests.support.matrix import generate
@@ -356,3 +356,240 @@ def test_a_step_of_a_graph_is_one_step(steps: int) -> None:
     first, stop = program.last_step()
     products = [e for e in program.events[first:stop] if isinstance(e, Kernel) and e.name in ("mm", "addmm")]
     assert program.has_graph and len(products) == 5
+
+
+def one_layer(use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[], None]:
+    """A loop in which ``use`` gets a small result of a large product, and ids that a program knows."""
+
+    def loop() -> None:
+        model = torch.nn.Linear(4096, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            use(model(torch.zeros(64, 4096)), torch.arange(64) % 5).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+F = torch.nn.functional
+#: By name: what depends on values that no trace has.
+OF_VALUES: dict[str, Callable[[Any, Any], Any]] = {
+    "nonzero": lambda y, ids: y[(y[:, 0] > 0).nonzero()[:, 0]],
+    "where": lambda y, ids: y[torch.where(y[:, 0] > 0)[0]],
+    "argwhere": lambda y, ids: y[torch.argwhere(y[:, 0] > 0)[:, 0]],
+    "mask": lambda y, ids: y[y[:, 0] > 0],
+    "masked_select": lambda y, ids: y.masked_select(y > 0),
+    "unique": lambda y, ids: y + torch.unique(y.detach().argmax(-1)).sum(),
+    "unique_consecutive": lambda y, ids: y + torch.unique_consecutive(y.detach()[:, 0]).sum(),
+    "bincount": lambda y, ids: y.sum() + torch.bincount((y[:, 0] > 0).long()).sum(),
+    "repeat_interleave": lambda y, ids: y.repeat_interleave((y[:, 0] > 0).long(), 0),
+    "one_hot": lambda y, ids: y.sum() + F.one_hot(y.argmax(-1)).sum(),
+    "split": lambda y, ids: torch.cat(y.split((y[:, 0] > 0).long().tolist())),
+    "tensor_split": lambda y, ids: torch.cat(torch.tensor_split(y, y[:3].argmax(-1))),
+    "tensor_split of a method": lambda y, ids: torch.cat(y.tensor_split(y[:3].argmax(-1))),
+}
+#: Sizes that follow from shapes, from numbers that the program knows, or from an argument; and no rows at all.
+OF_SHAPES: dict[str, Callable[[Any, Any], Any]] = {
+    "one_hot": lambda y, ids: y + F.one_hot(ids, 64) + F.one_hot(y.argmax(-1), 64),
+    "repeat_interleave": lambda y, ids: y.repeat_interleave(2, dim=1) + y.repeat_interleave(2).sum(),
+    "repeat_interleave of known": lambda y, ids: y.repeat_interleave(ids, 0),
+    "repeat_interleave with a size": lambda y, ids: y.repeat_interleave(
+        (y[:, 0] > 0).long(), 0, output_size=64
+    ),
+    "nonzero of known": lambda y, ids: y[ids.nonzero()[:, 0]],
+    "unique of known": lambda y, ids: y + torch.unique(ids).sum(),
+    "masked_fill": lambda y, ids: y.masked_fill(y > 0, 0.0),
+    "tensor_split of known": lambda y, ids: torch.cat(y.tensor_split(torch.tensor([3, 9]))),
+    "no rows of linear": lambda y, ids: F.linear(y[:0], y),
+    "no rows of bmm": lambda y, ids: torch.bmm(y[:0].view(0, 8, 8), y[:0].view(0, 8, 8)),
+    "no rows of attention": lambda y, ids: F.scaled_dot_product_attention(*[y[:0].view(0, 1, 8, 8)] * 3),
+}  # fmt: skip
+
+
+def test_sizes_that_depend_on_unknown_values_are_refused_with_their_line() -> None:
+    for name, use in OF_VALUES.items():
+        with pytest.raises(UnknownValueError) as caught:
+            sw.plan(one_layer(use), on="h100")
+        assert caught.value.line.startswith(__file__), name
+        assert ("value=1.0" in str(caught.value)) == caught.value.what.startswith("a value"), name
+
+
+def test_sizes_that_are_known_are_planned_also_without_rows() -> None:
+    for name, use in OF_SHAPES.items():
+        verdict = sw.plan(one_layer(use), on="h100")
+        assert verdict.speed is not None and verdict.speed.seconds[1] > 0, name
+
+
+def test_a_step_without_kernels_has_a_time() -> None:
+    """All of its tensors are so small that the trace computes them."""
+
+    def loop() -> None:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.zeros(2, 2)).sum().backward()
+            optimizer.step()
+
+    assert sw.plan(loop, on="h100").speed is not None
+
+
+@pytest.mark.parametrize("value", [None, 1.0, 0.0])
+def test_truncated_normal_numbers_are_drawn_once(value: float | None) -> None:
+    """torch's loop waits until all numbers are inside their bounds."""
+
+    def drawn(y: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        nn.init.trunc_normal_(torch.empty(512, 64), std=0.02)
+        nn.init.trunc_normal_(torch.empty(512, 64), mean=-1.0, std=0.5, a=0.0, b=1.0)  # rarely inside
+        small = nn.init.trunc_normal_(torch.empty(8), std=1.0, a=-0.1, b=0.1)
+        assert small.abs().max() <= 0.1
+        return y
+
+    assert sw.plan(one_layer(drawn), on="h100", value=value).fits
+
+
+def test_a_loop_that_waits_for_a_value_is_refused() -> None:
+    def waits(y: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        while y.any():
+            pass
+        return y
+
+    with pytest.raises(UnknownValueError, match="10,000 times without another read") as caught:
+        sw.plan(one_layer(waits), on="h100", value=1.0)
+    assert caught.value.line.startswith(__file__) and "value=1.0" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "strategy, micro_batches, offload, frozen",
+    [
+        ("zero3", 1, False, False), ("zero3", 2, True, False), ("zero2", 2, False, False),
+        ("ddp", 1, False, False), ("zero3", 1, False, True),
+    ],
+)  # fmt: skip
+def test_a_parameter_without_a_gradient_changes_nothing_for_the_others(
+    strategy: str, micro_batches: int, offload: bool, frozen: bool
+) -> None:
+    """Of its unit. It has neither a gradient nor a state itself, like a frozen one."""
+
+    class Part(torch.nn.Module):
+        def __init__(self, unused: str) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(256, 256)
+            self.second = torch.nn.Linear(256, 256)
+            if unused:
+                self.extra = torch.nn.Parameter(torch.zeros(8), requires_grad=unused == "used in no loss")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    def bytes_of(unused: str) -> dict[str, int]:
+        def loop() -> None:
+            model = torch.nn.Sequential(Part(unused), torch.nn.Linear(256, 256))
+            policy = sw.Offload() if offload else None
+            sw.fully_shard(model[0], strategy=strategy, **({"offload_policy": policy} if policy else {}))
+            sw.fully_shard(model, strategy=strategy, **({"offload_policy": policy} if policy else {}))
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+            for _ in range(2):
+                for _ in range(micro_batches):
+                    model(torch.zeros(4, 256)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        program = program_of_loop(loop, 2)
+        taken: dict[str, int] = {}
+        for event in program.events:
+            if isinstance(event, Alloc) and (group := program.owners[event.owner].group) in (
+                "optimizer", "gradients"
+            ):  # fmt: skip
+                taken[group] = taken.get(group, 0) + event.nbytes
+        return taken
+
+    plain, other = bytes_of(""), bytes_of("frozen" if frozen else "used in no loss")
+    assert plain["optimizer"] == other["optimizer"] > 0
+    assert plain.get("gradients", 0) <= other.get("gradients", 0) <= plain.get("gradients", 0) + 4096
+
+
+def test_a_gather_may_be_larger_than_the_memory_of_this_machine() -> None:
+    """Of units with 512 GiB on 8 ranks. The memory of a slab is given back after each use."""
+
+    class Few(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(8, 1 << 34))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight.sum()
+
+    def loop() -> None:
+        with sw.deferred_init():
+            model = torch.nn.Sequential(*(Few() for _ in range(8)))
+        for layer in model:
+            sw.fully_shard(layer)
+        sw.fully_shard(model)
+        sw.materialize(model)
+        optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    verdict = sw.plan(loop, on="8xh100")
+    assert verdict.answer == "no" and verdict.exact["parameters"] == 8 * 64 << 30
+    # Weights, those of the unit ahead, and two reductions: with all eight units there would be 4 TiB of weights.
+    assert 512 << 30 <= verdict.exact["slabs"] <= 4 * 512 << 30
+    assert {each[0] >> 40 for each in verdict.parts.values()} == {verdict.peak.nbytes >> 40}
+
+
+def test_activations_of_a_unit_that_is_a_module_of_torch_are_no_slabs() -> None:
+    """The engine calls such a module, and then torch makes its results."""
+
+    class Own(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    def groups(kind: type[nn.Linear], shards: bool) -> dict[str, int]:
+        def loop() -> None:
+            model = nn.Sequential(*(kind(256, 256) for _ in range(3)))
+            for layer in (*model, model) if shards else ():
+                sw.fully_shard(layer)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                model(torch.zeros(512, 256)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return {
+            group: n for group, n in sw.plan(loop, on="2xh100").peak.by_group().items() if group != "other"
+        }
+
+    assert groups(nn.Linear, True) == groups(Own, True)
+    assert groups(nn.Linear, True)["activations"] == groups(nn.Linear, False)["activations"]
+
+
+def test_a_layer_of_an_lstm_keeps_what_backward_needs() -> None:
+    """oneDNN's, of a real one: gates and states of each step."""
+    steps, samples, size = 20, 8, 256
+
+    def kept() -> int:
+        sizes: list[int] = []
+        model = nn.LSTM(64, size)
+        x = torch.randn(steps, samples, 64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(t.nbytes) or t,
+            lambda t: t,  # type: ignore[func-returns-value]
+        ):
+            model(x)
+        return max(sizes)
+
+    def loop() -> None:
+        model = nn.LSTM(64, size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.zeros(steps, samples, 64))[0].sum().backward()
+            optimizer.step()
+
+    program = program_of_loop(loop, 1, "cpu")
+    planned = max(
+        e.nbytes for e in program.events if isinstance(e, Alloc) and e.nbytes > 4 * steps * samples * size
+    )
+    assert planned == pytest.approx(kept(), rel=0.02)

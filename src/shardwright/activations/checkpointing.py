@@ -18,24 +18,30 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardwright._torch import kept_results, let_go_result, storage_key, tree_leaves, was_let_go
 from shardwright.activations.offload import local_part, note_policy
 
+#: Matrix products, by name. "half_ops" keeps every second one.
+PRODUCTS = frozenset(
+    f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm")
+)
 #: Results that "ops" keeps, by name: what a block mostly works for, matrix products and attention.
-SAVED_OPS = frozenset({"torch_attn::_varlen_attn"}) | frozenset(
-    f"aten::{name}"
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "_scaled_mm",
-        "_grouped_mm",
-        "convolution",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_attention_math",
+SAVED_OPS = (
+    PRODUCTS
+    | frozenset({"torch_attn::_varlen_attn"})
+    | frozenset(
+        f"aten::{name}"
+        for name in (
+            "convolution",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_attention_math",
+        )
     )
 )
+
+
+#: Of the kinds that keep products: of how many products one is kept.
+SELECTIVE = {"ops": 1, "half_ops": 2}
 
 
 def compile_blocks(blocks: Iterable[nn.Module], backend: str, whole_graph: bool = True) -> None:
@@ -50,22 +56,23 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], kind: str, every: int = 1, dr
     Args:
         blocks: in the order in which forward runs them.
         kind: "full" keeps the inputs of each block, "layers" does so for every k-th block, "ops" keeps also the results
-            of matrix products and attention. Other kinds keep everything.
+            of matrix products and attention. "half_ops" does so for every second product alone, beginning with the
+            first of each block, as the selective policy of torchtitan does. Other kinds keep everything.
         every: k.
         draws: whether forward draws random numbers. Then the state of generators is kept for backward, which costs a
             copy for each block.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
-    if kind == "ops":
-        options["context_fn"] = _contexts
+    if kind in SELECTIVE:
+        options["context_fn"] = functools.partial(_contexts, SELECTIVE[kind])
     for number, block in enumerate(blocks):
-        if kind in ("full", "ops") or (kind == "layers" and number % every == 0):
+        if kind in ("full", *SELECTIVE) or (kind == "layers" and number % every == 0):
             block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
-def _contexts() -> tuple[Any, Any]:
+def _contexts(every: int) -> tuple[Any, Any]:
     """Return the dispatch modes of one selective checkpoint: the one for forward, and the one for its recomputation."""
-    policy = _Policy()
+    policy = _Policy(every)
     keeps, recomputes = create_selective_checkpoint_contexts(policy)
     policy.storage = keeps.storage
     note_policy(keeps)
@@ -77,11 +84,17 @@ class _Policy:
 
     A kept result that the block changes in place, as models with `logits.mul_()` or `states.clamp_()` do, no longer has
     the value that backward would take for the operation's result. Such a result is let go and computed again.
+
+    Of so many matrix products as ``every`` one is kept. Forward and recomputation run the same products in one order.
     """
 
     #: The kept results. Not the mode that has them: it refers to this object, and a circle would live until Python
     #: looks for circles, with all activations in it.
     storage: Any
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._products = {False: 0, True: 0}  #: of forward, and of its recomputation
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         schema = getattr(op, "_schema", None)
@@ -91,7 +104,13 @@ class _Policy:
             if not ctx.is_recompute:
                 self._let_go(schema, args, kwargs)
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if schema.name not in SAVED_OPS or (ctx.is_recompute and was_let_go(self.storage, op)):
+        if schema.name not in SAVED_OPS:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if schema.name in PRODUCTS:
+            self._products[ctx.is_recompute] += 1
+            if (self._products[ctx.is_recompute] - 1) % self._every:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        if ctx.is_recompute and was_let_go(self.storage, op):
             return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
 

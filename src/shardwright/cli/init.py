@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser, integer
+from shardwright.planner.search import MOST_AT_A_TIME
 from shardwright.train.errors import UserError
 
 CPU = "cpu"
@@ -55,7 +56,7 @@ def _run(call: Call) -> int:
         print(text, file=sys.stderr, flush=True)
 
     wanted = new_job.Wanted(model, data, task, ranks, device, options.seq_len or 0, tokenizer or "")
-    processes = min(8, os.cpu_count() or 1)
+    processes = min(MOST_AT_A_TIME, os.cpu_count() or 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         verdict = new_job.new_job(wanted, file, processes, say, not options.no_plan)

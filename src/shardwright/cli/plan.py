@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser
+from shardwright.planner.search import MOST_AT_A_TIME
 from shardwright.train.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _plan(call: Call) -> int:
             from shardwright.train.commands.plans.fit import fit
             from shardwright.train.commands.plans.grids import with_only
 
-            processes = options.processes or min(8, os.cpu_count() or 1)
+            processes = options.processes or min(MOST_AT_A_TIME, os.cpu_count() or 1)
             job = with_only(jobs[0], options.only.split(",")) if options.only else jobs[0]
             return fit(job, device, rules, options.json, caches, processes, unset, html)
         from shardwright.train.commands.plans.plan_difference import plan_difference
@@ -142,7 +143,8 @@ def _add_options(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--processes", metavar="N", type=int, default=0,
-        help="with --fit: plans that are made at a time (default: the processors of this machine, 8 at most)",
+        help="with --fit: plans that are made at a time (default: the processors of this machine, "
+        f"{MOST_AT_A_TIME} at most)",
     )  # fmt: skip
     parser.add_argument("--no-edits", action="store_true", help="name no changes that save memory")
     parser.add_argument("--json", action="store_true", help="print all figures in bytes, as JSON")

@@ -6,25 +6,23 @@ The record of deferred tensors gives their values (``recorder.py``). For the met
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import local_of, share_gradient_hooks
+from shardwright._torch import exchange, local_of, share_gradient_hooks
 from shardwright.engine.model.optimizer_hook import hook_optimizers
 from shardwright.engine.tensors.parameter import (
-    TAKEN,
     Managed,
     ManagedParameter,
-    Slot,
-    Taken,
     has_no_values,
     plain_of,
     refuse_while_deferring,
     unit_of,
 )
+from shardwright.engine.tensors.same_object import is_refused
 from shardwright.init.log import Entry, Memory, View, plan
 from shardwright.init.recorder import RECORDER, UNNAMED, DeferredTensor
 from shardwright.init.replay import Materialise, replay
@@ -161,7 +159,7 @@ class _RealMemory:
 
     def __init__(self) -> None:
         self.shards: list[tuple[ManagedParameter, DeferredTensor]] = []
-        self.tensors: dict[torch.Tensor, tuple[View, Holder]] = {}
+        self.tensors: dict[torch.Tensor, View] = {}
 
     def deliver(self, tensor: Materialise) -> None:
         for p, source in self.shards:
@@ -169,16 +167,8 @@ class _RealMemory:
             if values.shape != p.cut.shape and p.cut.parallel is not None:  # this rank's part was deferred
                 values = p.cut.parallel.wrap(values)
             p.take_values(values)
-        for old, (view, holder) in self.tensors.items():
-            become(old, tensor(view), holder)
-
-
-class Holder(NamedTuple):
-    """The places at which modules hold a tensor."""
-
-    slots: list[Slot]
-    buffers: list[tuple[dict[str, Any], str]]
-    attributes: list[nn.Module]
+        for old, view in self.tensors.items():
+            become(old, tensor(view))
 
 
 class _Destinations:
@@ -203,8 +193,8 @@ class _Destinations:
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 for tensor in _tensors_in(value):
-                    if isinstance(tensor, DeferredTensor):
-                        self._holder(tensor, tensor).attributes.append(module)
+                    if isinstance(tensor, DeferredTensor) and not is_refused(tensor):
+                        self._note(tensor, tensor)
 
     def add(self, module: nn.Module, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
         """Note that ``module`` holds ``old`` under ``name``, and that it gets the values of ``new``."""
@@ -215,19 +205,14 @@ class _Destinations:
             else:
                 self.real.append(lambda: p.take_values(new))
         elif isinstance(new, DeferredTensor):
-            holder = self._holder(old, new)
-            if name in module._parameters:
-                holder.slots.append(Slot.of(module, name))
-            else:
-                holder.buffers.append((module._buffers, name))
+            self._note(old, new)
         else:
             registry: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
             self.real.append(lambda: registry.__setitem__(name, new))
 
-    def _holder(self, old: torch.Tensor, new: DeferredTensor) -> Holder:
+    def _note(self, old: torch.Tensor, new: DeferredTensor) -> None:
         view = RECORDER.memories.view_of(new)
-        memory = self.by_memory.setdefault(view.memory, _RealMemory())
-        return memory.tensors.setdefault(old, (view, Holder([], [], [])))[1]
+        self.by_memory.setdefault(view.memory, _RealMemory()).tensors.setdefault(old, view)
 
 
 def _tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
@@ -240,47 +225,13 @@ def _tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tens
             yield from _tensors_in(inner, seen)
 
 
-def become(old: torch.Tensor, values: torch.Tensor, holder: Holder) -> torch.Tensor:
-    """Turn ``old`` into a real tensor: the same object if nothing forbids it, else another in all its places.
-
-    Returns the tensor that the model has now.
-    """
+def become(old: torch.Tensor, values: torch.Tensor) -> None:
+    """Let the object ``old`` be the real tensor ``values``, so that all who hold it have the values."""
     new: Any = values
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(values, requires_grad=old.requires_grad)
     elif old.requires_grad and old.is_leaf:
         new = values.requires_grad_()
-    share_gradient_hooks(old, new)
     new.__dict__.update({key: value for key, value in vars(old).items() if key != "_is_param"})
-    try:
-        torch.utils.swap_tensors(old, new)
-        return old
-    except RuntimeError:  # something refers to it weakly, or a graph holds it
-        pass
-    old.__dict__[TAKEN] = Taken(f"of shape {tuple(old.shape)}", new)
-    for slot in holder.slots:
-        slot.show(new)
-    for registry, name in holder.buffers:
-        registry[name] = new
-    for module in holder.attributes:
-        for key, value in vars(module).items():
-            if any(tensor is old for tensor in _tensors_in(value)):
-                module.__dict__[key] = _replaced(value, old, new, set())
-    return new  # type: ignore[no-any-return]
-
-
-def _replaced(value: Any, old: torch.Tensor, new: torch.Tensor, seen: set[int]) -> Any:
-    if value is old:
-        return new
-    if isinstance(value, (dict, list)):
-        if id(value) in seen:
-            return value
-        seen.add(id(value))
-    if isinstance(value, dict):
-        value.update({key: _replaced(inner, old, new, seen) for key, inner in value.items()})
-    elif isinstance(value, list):
-        value[:] = [_replaced(inner, old, new, seen) for inner in value]
-    elif isinstance(value, (tuple, set)) and any(tensor is old for tensor in _tensors_in(value)):
-        inner = [_replaced(v, old, new, seen) for v in value]
-        return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
-    return value
+    share_gradient_hooks(old, new)
+    exchange(old, new)

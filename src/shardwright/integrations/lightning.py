@@ -49,7 +49,8 @@ from torch.optim import Optimizer
 
 from shardwright.engine import fully_shard
 from shardwright.engine.assembly.find import ShardPlacementFn
-from shardwright.engine.tensors.parameter import TAKEN, Managed, has_no_values
+from shardwright.engine.tensors.parameter import Managed, has_no_values
+from shardwright.engine.tensors.same_object import TAKEN
 from shardwright.init import deferred_init, materialize
 from shardwright.init.recorder import DeferredTensor
 from shardwright.integrations import named_state
@@ -229,12 +230,13 @@ class ShardwrightStrategy(DDPStrategy):
         refuse_wrapped(module)
         mesh = self.device_mesh
         empty = [t for t in (*module.parameters(), *module.buffers()) if has_no_values(t)]
+        on_meta = any(t.is_meta for t in empty)  # fully_shard changes the tensors themselves
         if any(isinstance(t, DeferredTensor) for t in empty):
             self._generators.check()
         for unit in units_of(module, self._auto_wrap_policy):
             fully_shard(unit, mesh=mesh, **self._of_units)  # type: ignore[arg-type]
         fully_shard(module, mesh=mesh, **self._of_units, **self._of_root)  # type: ignore[arg-type]
-        if any(t.is_meta for t in empty):
+        if on_meta:
             with self._generators.watched(self.root_device):
                 materialize(module, init=partial(self._init, module) if self._init else None)
         else:

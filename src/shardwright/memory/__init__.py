@@ -13,7 +13,9 @@ from shardwright.memory.slab import (
     Source,
     is_in_slab,
     observe,
+    released_slabs,
     resize,
+    slab_of,
 )
 from shardwright.memory.trace import Recorder
 
@@ -33,6 +35,8 @@ __all__ = [
     "observe",
     "pack",
     "peak",
+    "released_slabs",
     "resize",
+    "slab_of",
     "slots",
 ]

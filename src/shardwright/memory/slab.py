@@ -2,6 +2,10 @@
 
 A slab's storage object and its views are made once. A lease gives the storage memory, a release removes it. Autograd
 compares storages, not addresses. So a view that autograd has saved is right again after the next lease.
+
+A slab that a collective fills has a second storage, the landing storage, which only the collective's views see. While
+the collective runs, the landing storage has the memory, so nobody can read memory that is only partly written.
+:meth:`Slab.reveal` gives it back when the collective has arrived.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from shardwright._torch import block_of, storage_key, swap_memory
+from shardwright._torch import SWAPS_MEMORY, block_of, storage_key, swap_memory
 
 
 @runtime_checkable
@@ -69,6 +73,9 @@ class Observer(Protocol):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage has its new size."""
+
+    def exchanged(self, one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
+        """Two storages of a slab have exchanged their memory."""
 
 
 observers: list[Observer] = []  #: entered by :func:`observe`
@@ -125,13 +132,23 @@ class Owner:
 _slabs: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
 
 
-def is_in_slab(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor is a view of a slab's memory, also while the slab has none."""
+def slab_of(tensor: torch.Tensor) -> Slab | None:
+    """Return the slab of whose storage a plain tensor is a view, also while the slab has no memory; None: of none."""
     key = storage_key(tensor)
     slab = _slabs.get(key)
-    return (
-        slab is not None and storage_key(slab._storage) == key
-    )  # a slab of the host's memory gets another one
+    # A slab of the host's memory gets another storage, so an old key may belong to something else now.
+    return slab if slab is not None and storage_key(slab._storage) == key else None
+
+
+def released_slabs(kind: str) -> list[Slab]:
+    """Return the slabs of a kind that have a size, and now no memory that their views see."""
+    found = [slab for slab in list(_slabs.values()) if slab.kind == kind and slab.nbytes]
+    return [slab for slab in found if not (slab.leased and slab.revealed)]
+
+
+def is_in_slab(tensor: torch.Tensor) -> bool:
+    """Return whether a plain tensor is a view of a slab's storage, also while the slab has no memory."""
+    return slab_of(tensor) is not None
 
 
 class Slab:
@@ -153,6 +170,8 @@ class Slab:
         self._lender: Allocator = DYNAMIC  #: the allocator of its present memory
         self._storage = torch.UntypedStorage(0, device=device)
         _slabs[storage_key(self._storage)] = self
+        #: Has the memory from a lease until :meth:`reveal`; None: nothing fills the slab through landing views.
+        self._landing: torch.UntypedStorage | None = None
         self._lease_memory: torch.Tensor | None = None  #: an allocator's memory, while leased from it
         #: A storage over the memory of the last lease, and its address. Kept if the next lease returns the same memory.
         self._block: torch.UntypedStorage | None = None
@@ -167,11 +186,21 @@ class Slab:
     @property
     def address(self) -> int:
         """The address of its memory now; 0 while released."""
-        return self._storage.data_ptr()
+        return (self._storage if self.revealed else self._landing).data_ptr()  # type: ignore[union-attr]
+
+    @property
+    def revealed(self) -> bool:
+        """Whether views that :meth:`view` made see the memory of the present lease."""
+        return self._landing is None or not self._landing.nbytes()
 
     def lease(self) -> None:
-        """Attach memory with undefined content, on the device's current stream."""
+        """Attach memory with undefined content, on the device's current stream.
+
+        If the slab has a landing storage, its memory is hidden there until :meth:`reveal`. So is the memory of a slab
+        that is leased already, because it will be filled again.
+        """
         if self.leased:
+            self._hide()
             return
         self._lender = self.owner.allocator
         memory = self._lender.lease(self)
@@ -184,6 +213,36 @@ class Slab:
         self.leased = True
         for observer in observers:
             observer.leased(self)
+        self._hide()
+
+    def _hide(self) -> None:
+        landing = self._landing
+        if landing is None or landing.nbytes():
+            return
+        if self._poison or (self._attached is None and not self._storage.resizable()):
+            resize(
+                landing, self.nbytes
+            )  # the other memory stays: for reads of NaN, or because numpy shares it
+            if self._poison:
+                self._storage.fill_(255)  # type: ignore[attr-defined]
+        else:
+            self._exchange(landing)
+
+    def reveal(self) -> None:
+        """Show the leased memory to the views that :meth:`view` made. Does nothing if they see it already."""
+        landing = self._landing
+        if landing is None or not landing.nbytes():
+            return
+        if self._storage.nbytes():
+            self._storage.copy_(landing)
+            resize(landing, 0)
+        else:
+            self._exchange(landing)
+
+    def _exchange(self, landing: torch.UntypedStorage) -> None:
+        swap_memory(self._storage, landing)
+        for observer in observers:
+            observer.exchanged(self._storage, landing)
 
     def _attach(self, memory: torch.Tensor) -> None:
         if not isinstance(memory, torch.Tensor):
@@ -215,6 +274,7 @@ class Slab:
             return
         for observer in observers:
             observer.releases(self)
+        self.reveal()
         self.leased = False
         if self._attached is not None:
             if self._poison:
@@ -225,7 +285,8 @@ class Slab:
             swap_memory(self._storage, block)
             if not self._lender.release(self, memory):
                 self._block = None  # it would keep the memory alive
-            if self._poison:  # reads must get NaN; without memory they would crash the process
+            if self._poison and self._storage.resizable():
+                # Reads must get NaN; without memory they would crash the process.
                 resize(self._storage, self.nbytes)
                 self._storage.fill_(255)  # type: ignore[attr-defined]
             return
@@ -238,14 +299,52 @@ class Slab:
     def view(
         self, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """A tensor over the slab, ``offset`` in elements of ``dtype``. Make it while the slab is leased; it stays
-        valid."""
-        if stride is None:
-            stride = torch.empty(0, dtype=dtype, device="meta").new_empty(tuple(size)).stride()
-        return torch.empty(0, dtype=dtype, device=self.device).set_(
-            self._storage, offset, tuple(size), tuple(stride)
-        )
+        """Return a tensor over the slab, ``offset`` in elements of ``dtype``. Make it while the slab is leased; it
+        stays valid."""
+        return _view(self._storage, dtype, offset, size, stride)
 
     def byte_view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """``nbytes`` bytes from byte ``offset`` as uint8."""
+        """Return ``nbytes`` bytes from byte ``offset`` as uint8."""
         return self.view(torch.uint8, offset, (nbytes,), (1,))
+
+    @contextmanager
+    def landing(self) -> Iterator[None]:
+        """Inside the context, make the views through which the slab is filled, with :meth:`landing_view`.
+
+        From then on a lease hides the memory from all other views until :meth:`reveal`. On torch 2.11, where memory
+        cannot move, the other views see it at once.
+        """
+        if not SWAPS_MEMORY:
+            yield
+            return
+        if self._landing is None:
+            self._landing = torch.UntypedStorage(0, device=self.device)
+        if self.leased:
+            self._hide()
+        else:
+            resize(self._landing, self.nbytes)
+        try:
+            yield
+        finally:
+            if self.leased:
+                self.reveal()
+            else:
+                resize(self._landing, 0)
+
+    def landing_view(self, dtype: torch.dtype, offset: int, size: Sequence[int]) -> torch.Tensor:
+        """Return a contiguous tensor over the memory between a lease and :meth:`reveal`, ``offset`` in elements."""
+        return _view(self._landing if self._landing is not None else self._storage, dtype, offset, size)
+
+
+def _view(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int] | None = None,
+) -> torch.Tensor:
+    if stride is None:
+        stride = torch.empty(0, dtype=dtype, device="meta").new_empty(tuple(size)).stride()
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(
+        storage, offset, tuple(size), tuple(stride)
+    )

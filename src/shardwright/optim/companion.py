@@ -32,12 +32,23 @@ class BackwardSteps:
         clip_value: the largest absolute value of a gradient's element; None leaves gradients as they are.
         units: each unit's parameters, group by group, after the key for which they are valid.
         calls: the calls of the running step.
+        stepped: the units that were stepped since the user called ``step()``.
+        again: the name of a unit that was stepped more than once since then.
+        step_called: whether the user's program calls ``step()``.
     """
 
     kind: type
     clip_value: float | None
     units: weakref.WeakKeyDictionary[Unit, Any] = field(default_factory=weakref.WeakKeyDictionary)
     calls: CallsInBackward | None = None
+    stepped: weakref.WeakSet[Unit] = field(default_factory=weakref.WeakSet)
+    again: str | None = None
+    step_called: bool = False
+
+    def end_step(self) -> None:
+        """Forget the units of a step, because the next backward makes another step."""
+        self.stepped.clear()
+        self.again = None
 
 
 class ShardedCompanion(Companion):

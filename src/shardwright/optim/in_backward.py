@@ -23,7 +23,7 @@ from shardwright._torch import (
 )
 from shardwright.engine.base.precision import refuse_gradient_dtypes
 from shardwright.engine.gradients.stepping import Stepping, forget_stepped
-from shardwright.engine.model.optimizer_hook import reduce_held
+from shardwright.engine.model.optimizer_hook import fit_gradients, reduce_held, refuse_dead
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import UNIT_OF, unit_of
 from shardwright.engine.unit.unit import Unit
@@ -51,7 +51,9 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
     bits as with ``fully_shard_optimizer``. Schedulers, groups and state dicts work as usual. ``step`` steps the
     parameters that backward did not: parameters that are not sharded, and gradients that you set yourself. Every
     backward is a step, unless ``set_is_last_backward(False)``, ``set_requires_all_reduce(False)`` or
-    ``set_requires_gradient_sync(False)`` says that more micro-batches come.
+    ``set_requires_gradient_sync(False)`` says that more micro-batches come. In a program that calls ``step``, a second
+    backward before it raises an error. ``torch.autograd.grad`` and ``backward(inputs=)`` of tensors that are no
+    parameters never step.
 
     The model holds the optimizer until its method ``leave_backward`` makes it an ordinary one again. If backward
     raises, the units that it had finished are stepped and the others are not.
@@ -90,12 +92,18 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
     optimizer._attach_units()  # type: ignore[attr-defined]
     optimizer.register_state_dict_pre_hook(_complete)
     optimizer.register_load_state_dict_pre_hook(_complete)
+    optimizer.register_load_state_dict_post_hook(_end_step)
     return optimizer
 
 
 def _complete(optimizer: Any, *_: Any) -> None:
     if isinstance(optimizer, _InBackward):
         optimizer._complete()
+
+
+def _end_step(optimizer: Any) -> None:
+    if isinstance(optimizer, _InBackward):
+        _steps_of(optimizer).end_step()
 
 
 def _refuse_other_clip(optimizer: Any, clip_value: float | None) -> None:
@@ -154,6 +162,13 @@ class _InBackward:
             if not any(stepper is self for stepper in unit.stepping.steppers):
                 unit.stepping.steppers.append(self)
 
+    def _followed(self) -> None:
+        _refuse_whole(self)
+        _refuse_taken(self, parameters := [p for group in self.param_groups for p in group["params"]])  # type: ignore[arg-type]
+        refuse_gradient_dtypes(self, parameters)  # type: ignore[arg-type]
+        _steps_of(self).units.clear()
+        self._attach_units()
+
     def leave_backward(self) -> None:
         """Become an ordinary optimizer again, which steps only in ``step``."""
         self._complete()
@@ -179,8 +194,11 @@ class _InBackward:
 
     def open_step(self, unit: Unit) -> CallsInBackward:
         steps = _steps_of(self)
+        if steps.step_called and unit in steps.stepped:
+            raise RuntimeError(_twice(self, unit.name))
         if steps.calls is None or not steps.calls.open:
             _refuse_hooks(self)  # type: ignore[arg-type]
+            refuse_dead([p for group in self.param_groups for p in group["params"]])
             tell_schedulers(self)  # type: ignore[arg-type]
             steps.calls = CallsInBackward(self)  # type: ignore[arg-type]
         self._send_state(unit, [p for mine in self._params_of(unit) for p in mine])  # type: ignore[attr-defined]
@@ -190,6 +208,11 @@ class _InBackward:
     def step_unit(self, unit: Unit, step: CallsInBackward) -> None:
         params, steps = self._params_of(unit), _steps_of(self)
         stepped = [p for mine in params for p in mine if p.grad is not None]
+        fit_gradients(stepped)
+        if stepped and unit in steps.stepped:
+            steps.again = unit.name
+        elif stepped:
+            steps.stepped.add(unit)
         if steps.clip_value is not None and stepped:
             foreach_clamp_([_local(p.grad) for p in stepped], steps.clip_value)
         real = self.param_groups
@@ -238,14 +261,20 @@ class _InBackward:
             with torch.enable_grad():
                 loss = closure()
         tell_schedulers(self)  # type: ignore[arg-type]
+        steps = _steps_of(self)
         parameters = [p for group in self.param_groups for p in group["params"]]
+        refuse_dead(parameters)
         for root in {id(r): r for unit in self._units() if (r := root_of(unit)) is not None}.values():
             root.agreement.check()
             root.recover_if_failed()
         reduce_held(parameters)
         self._complete()
+        steps.end_step()  # again, since units whose gradients arrived late were stepped only now
         forget_stepped(parameters)
-        steps = _steps_of(self)
+        steps.step_called, again = True, steps.again
+        steps.end_step()
+        if again is not None:
+            raise RuntimeError(_twice(self, again))
         calls, steps.calls = steps.calls, None
         if any(p.grad is not None for p in parameters):
             if calls is not None:
@@ -274,6 +303,16 @@ class _InBackward:
             "This optimizer has stepped in backward with scaled gradients, before GradScaler could check and unscale "
             "them. Train without GradScaler (bfloat16 needs none), or use fully_shard_optimizer without in_backward."
         )
+
+
+def _twice(optimizer: Any, unit: str) -> str:
+    return (
+        f"Two backwards of one step reached unit {unit!r}, whose {_steps_of(optimizer).kind.__name__} steps in "
+        "backward: the first has stepped it, and step() was not called after that. If several backwards make one step, "
+        "call set_is_last_backward(False) before all except the last; else call step() after each. For gradients of "
+        "inputs alone use torch.autograd.grad, or backward(inputs=). After a backward that failed half-way, load model "
+        "and optimizer again, or call step() to go on with what it has stepped."
+    )
 
 
 def _steps_of(optimizer: Any) -> BackwardSteps:

@@ -25,8 +25,9 @@ from shardwright._torch import (
 )
 from shardwright.engine.base.companion import COMPANION, companion_of
 from shardwright.engine.model.optimizer_hook import COUNTS_STEPS, before_optimizer_step, count_step
-from shardwright.engine.tensors.parameter import TAKEN, Managed, unit_of
+from shardwright.engine.tensors.parameter import Managed, unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.same_object import TAKEN, count_of_objects
 from shardwright.engine.unit.unit import Unit
 from shardwright.init import value_of
 from shardwright.optim.blocks import block_spec
@@ -86,9 +87,9 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     sharded_already = isinstance(optimizer, _ShardedStep)
     if sharded_already:
         _refuse_other_needs(optimizer, needs)
-        if not _became(optimizer):
-            return optimizer
         companion = sharded_companion(optimizer)
+        if companion.objects == count_of_objects() and not _became(optimizer):
+            return optimizer
     else:
         companion = ShardedCompanion(
             needs_of(optimizer, needs), updates_of(optimizer), companion_of(optimizer).stepped
@@ -114,8 +115,10 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     _choose_places(companion, needs_of_parameters)
     _follow(optimizer, groups, became, companion.whole)
     _move_to_host(optimizer, companion)
-    if sharded_already:
-        return optimizer
+    companion.objects = count_of_objects()
+    if isinstance(optimizer, _ShardedStep):
+        optimizer._followed()
+        return optimizer  # type: ignore[return-value]
     optimizer.__dict__[COMPANION] = companion
     vars(optimizer).pop("step", None)  # a scheduler's wrapper; the class's own step replaces it
     optimizer.__class__ = _sharded_class(type(optimizer))
@@ -139,18 +142,23 @@ def _refuse_other_needs(optimizer: Optimizer, needs: Needs | None) -> None:
 
 
 def _became(optimizer: Optimizer) -> dict[torch.Tensor, torch.Tensor]:
-    """The new parameters for those of the optimizer that fully_shard or materialize has replaced in the model."""
+    """The sharded parameters for those of the optimizer that are old objects, or whose state is still whole."""
     became: dict[torch.Tensor, torch.Tensor] = {}
+    whole = sharded_companion(optimizer).whole if isinstance(optimizer, _ShardedStep) else ()
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         now = p
         while (origin := now.__dict__.get(TAKEN)) is not None and not isinstance(now, Managed):
             now = origin.sharded
-        if now is not p:
+        state = optimizer.state.get(p, {}) if isinstance(now, Managed) and now not in whole else {}
+        tensors = {
+            k: v for k, v in state.items() if isinstance(v, torch.Tensor) and not isinstance(v, SHARDED)
+        }
+        if now is not p or any(value.ndim for value in tensors.values()):
             became[p] = now
-            for key, value in optimizer.state.get(p, {}).items():
-                if isinstance(value, torch.Tensor) and value.is_meta:
+            for key, value in tensors.items():
+                if value.is_meta:
                     raise ValueError(
-                        f"Optimizer state {key!r} of parameter {taken_label(p)!r} is on the meta device, so it has no "
+                        f"Optimizer state {key!r} of parameter {name_of(now)!r} is on the meta device, so it has no "
                         "values. Build the optimizer after materialize, or the model under deferred_init."
                     )
     return became
@@ -168,10 +176,6 @@ def _parameters_in_groups(optimizer: Optimizer, groups: list[list[torch.Tensor]]
     finally:
         for group, params in zip(optimizer.param_groups, before, strict=True):
             group["params"] = params
-
-
-def taken_label(p: torch.Tensor) -> str:
-    return p.__dict__[TAKEN].label  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -284,6 +288,9 @@ class _ShardedStep:
 
     param_groups: list[dict[str, Any]]
     state: Any
+
+    def _followed(self) -> None:
+        """Go on with parameters that have just replaced others in the groups."""
 
     @torch.no_grad()
     def _enter(self) -> tuple[list[list[Any]], Any, list[tuple[Any, LocalStandIn | None]]]:
@@ -425,8 +432,10 @@ class _ShardedStep:
             # A closure runs forward and backward, which need the sharded parameters. So it runs before the stand-ins.
             with torch.enable_grad():
                 loss = closure()
-        roots = before_optimizer_step(self)  # type: ignore[arg-type]
         companion = sharded_companion(self)
+        if companion.objects != count_of_objects():  # parameters may have been sharded since
+            fully_shard_optimizer(self)  # type: ignore[type-var]
+        roots = before_optimizer_step(self)  # type: ignore[arg-type]
         groups, outer, entered = self._enter()
         try:
             if companion.whole or companion.host_state is not None:

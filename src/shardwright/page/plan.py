@@ -24,6 +24,7 @@ def plan_page(
     edits: Sequence[tuple[str, Verdict]] = (),
     assumed: Mapping[str, object] | None = None,
     grid: Mapping[str, Any] | None = None,
+    failed: Mapping[str, str] | None = None,
 ) -> str:
     """The text of an HTML file.
 
@@ -34,10 +35,11 @@ def plan_page(
         edits, assumed: as for `as_values`.
         grid: the plans of a search. Of each dimension ``name`` and ``values``; of each plan ``at``, the numbers of its
             values, ``keys``, ``fits``, ``reserved_bytes``, ``step_seconds``, ``tokens_per_second`` and ``losses``.
+        failed: errors of changes that have no plan.
     """
     speed = verdict.speed
     values = {
-        **as_values(verdict, edits, assumed or {}),
+        **as_values(verdict, edits, assumed or {}, failed or {}),
         "losses": losses_of(speed) if speed is not None else [],
         "tokens": program.tokens,
         "model_flops": program.model_flops,

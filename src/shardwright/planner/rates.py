@@ -10,16 +10,13 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from shardwright.planner.devices import Figures
+from shardwright.planner.devices import OF_MEMORY, Figures
 from shardwright.planner.measured import Measured
 from shardwright.planner.program import HOST, Kernel
 from shardwright.planner.work import Work
 
 TILE = 128  #: rows and columns of a product that one part of the device computes at a time
 RAMP = 128  #: the length of the sums of a product whose beginning and end take as long as the rest
-OF_MEMORY = (
-    0.2  #: the share of a device's power that its memory takes, and what else does not follow the clock
-)
 ROWS_AT_HALF = 256  #: the length of a sequence at which attention reaches half of its share
 
 

@@ -20,6 +20,8 @@ Later = Callable[[], "Found | None"]
 """Waits for a plan; None: the settings do not go together."""
 Plan = Callable[[Keys], Later]
 """Begins the plan of some settings."""
+#: Plans that are made at a time if nobody says how many: more of them are often plans that others make needless.
+MOST_AT_A_TIME = 4
 NEAR = (
     1.1  #: times the time of the fastest settings, up to which others may become faster with the rest changed
 )
@@ -44,15 +46,21 @@ class Found(NamedTuple):
 
     Attributes:
         keys: the settings of the point.
-        fits: whether it fits.
+        fits: whether it fits, with room.
         nbytes: reserved bytes.
         seconds: of a step.
+        barely: whether it fits with less room than the plan may be off.
+        lacks_host: whether the host has too little memory.
+        is_padded: whether a rank has much more of the weights than its part.
     """
 
     keys: Keys
     fits: bool
     nbytes: int
     seconds: float
+    barely: bool = False
+    lacks_host: bool = False
+    is_padded: bool = False
 
 
 def search_widely(

@@ -14,18 +14,20 @@ def as_json(
     verdict: Verdict,
     edits: Sequence[tuple[str, Verdict]] = (),
     assumed: Mapping[str, object] = MappingProxyType({}),
+    failed: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """The values of a verdict as JSON, see :func:`as_values`."""
-    return strict_json(as_values(verdict, edits, assumed), indent=2)
+    return strict_json(as_values(verdict, edits, assumed, failed), indent=2)
 
 
 def as_values(
     verdict: Verdict,
     edits: Sequence[tuple[str, Verdict]] = (),
     assumed: Mapping[str, object] = MappingProxyType({}),
+    failed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, object]:
     """All figures in bytes. ``edits``: changes of the job in words, and the verdicts on the changed jobs. ``assumed``:
-    values of keys that nobody gave."""
+    values of keys that nobody gave. ``failed``: errors of changes that have no plan."""
     peak = verdict.peak
     return {
         "fits": verdict.answer,
@@ -50,6 +52,8 @@ def as_values(
             for name, (on_device, on_host) in verdict.parts.items()
         },
         "host": verdict.host,
+        "host_need_bytes": verdict.host_need,
+        "host_device_bytes": verdict.device.host_nbytes,
         "speed": _speed(verdict.speed),
         "edits": [
             {
@@ -61,6 +65,7 @@ def as_values(
             }
             for words, other in edits
         ],
+        "failed_edits": dict(failed),
         "peak": {
             "text": peak_in_words(peak),
             "phase": peak.phase,

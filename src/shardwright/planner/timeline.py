@@ -260,6 +260,6 @@ def _replay(
             now = max(now, marks.get(event.mark, 0.0))
         elif recording is not None:
             recording.moments.append((event, max(now, ready[COMPUTE])))
-    idle(max(now, *ready.values()))
+    idle(max([now, *ready.values()]))
     found.seconds = ready[COMPUTE]
     return found

@@ -7,7 +7,7 @@ Four classes of figures stay apart. *exact*: tensors whose sizes the engine know
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwright.planner.allocator import (
@@ -16,7 +16,6 @@ from shardwright.planner.allocator import (
     OutOfMemoryError,
     Rules,
     Usage,
-    replay,
     run,
 )
 from shardwright.planner.cycles import without_collections
@@ -24,16 +23,19 @@ from shardwright.planner.devices import Device
 from shardwright.planner.program import SAVE, Peak, Program
 from shardwright.planner.speed import Speed
 
+Answer = Literal["yes", "barely", "no"]
 EXACT = ("parameters", "optimizer", "gradients", "slabs")
 #: Bytes of the CUDA context with PyTorch's kernels, and of NCCL's buffers, per process: the least and the most.
 #: Sources: pytorch/pytorch#107667 (context, 0.3 GiB), pytorch/pytorch#144397 (NCCL, up to a few GiB).
 CONTEXT = int(0.3 * GIB), int(0.6 * GIB)
 NCCL = int(0.4 * GIB), int(2.2 * GIB)
+#: Bytes of the host's memory that a process takes for Python, PyTorch and CUDA, by experience.
+PROCESS = 3 * GIB
 #: The memory into which an asynchronous save copies is a multiple of this.
 STAGING_STEP = 2 << 20
 #: A part of the reserved bytes by which the plan may be off.
 MARGIN = 0.03
-#: Steps after those of a program, in which the allocator comes to rest if the device is full.
+#: Steps after those of a program, in which the allocator comes to rest.
 FURTHER_STEPS = 3
 
 
@@ -43,7 +45,7 @@ class Verdict:
 
     Attributes:
         answer: ``yes``; ``barely``, with less room than the plan's margin, or only because the allocator empties its
-            cache; or ``no``.
+            cache; or ``no``. The worse one of the device's memory and of the host's, as far as that is known.
         device: the device.
         ranks: processes with a device each.
         peak: the moment at which most bytes are live.
@@ -62,7 +64,7 @@ class Verdict:
         speed: the time of a step; None: unknown.
     """
 
-    answer: Literal["yes", "barely", "no"]
+    answer: Answer
     device: Device
     ranks: int
     peak: Peak
@@ -76,6 +78,21 @@ class Verdict:
     parts: dict[str, tuple[int, int]]
     host: dict[str, int]
     speed: Speed | None = None
+
+    @property
+    def host_need(self) -> int:
+        """Bytes of a host's memory that all ranks of a node need, if they keep anything there; else 0."""
+        return self.device.ranks_of_node(self.ranks) * (sum(self.host.values()) + PROCESS) if self.host else 0
+
+    @property
+    def host_left(self) -> int:
+        """Bytes of the host's memory that are never needed; negative if some are missing. 0: the host is not known."""
+        return self.device.host_nbytes - self.host_need if self.device.host_nbytes else 0
+
+    @property
+    def needs_more_host(self) -> bool:
+        """Whether the job does not fit because the host has too little memory."""
+        return self.host_left < 0
 
     @property
     def left(self) -> int:
@@ -109,6 +126,8 @@ class Verdict:
         usage, peak = self.usage, self.peak
         least, most = (in_gib(each) for each in self.runtime)
         missing = "" if self.left >= 0 else f"; {in_gib(-self.left)} GiB are missing"
+        if self.needs_more_host:
+            missing += f"; {in_gib(-self.host_left)} GiB of the host's memory are missing"
         shared = f" for {self.ranks} ranks" if self.device.kind == "cpu" else ""
         runs = "Python and PyTorch" if self.device.kind == "cpu" else "CUDA context and NCCL"
         rows = [
@@ -133,9 +152,20 @@ class Verdict:
             rows.append(("phases", f"{words} GiB live at most"))
         if self.host:
             rows.append(("host", f"{_sum(self.host)}; memory of the host for each rank"))
+            if self.device.kind == "cuda":
+                rows.append(("", self._host_in_words()))
         if self.speed is not None:
             rows += self.speed.lines()
         return "\n".join(f"{head:8} {text}" for head, text in rows)
+
+    def _host_in_words(self) -> str:
+        """How the need of all ranks of a node compares with the memory of their host."""
+        count = self.device.ranks_of_node(self.ranks)
+        ranks = "the rank" if count == 1 else f"the {count} ranks"
+        need = f"{in_gib(self.host_need)} GiB for {ranks} of a node, with {in_gib(PROCESS)} for each process"
+        if not self.device.host_nbytes:
+            return f"{need}; how much the host has is not known (host_gib of the device's file)"
+        return f"{need}; the host has {in_gib(self.device.host_nbytes)}"
 
 
 _ANSWERS = {
@@ -197,8 +227,8 @@ def judge(
     runtime = runtime_of(ranks, device.kind)
     allowed = int(rules.fraction * device.nbytes) if rules.fraction < 1 else None
     room = min(room_of(device, runtime, ranks), device.nbytes if allowed is None else allowed)
-    unlimited = replay(program.events, rules)
-    answer: Literal["yes", "barely", "no"] = "yes"
+    unlimited = _in_later_steps(program, rules)
+    answer: Answer = "yes"
     if room - unlimited.peak.reserved < MARGIN * unlimited.peak.reserved:
         answer = "barely"
     allocator, first, each = unlimited, 0, 0
@@ -208,7 +238,7 @@ def judge(
         except OutOfMemoryError:
             answer = "no"
     cached = allocator.peak.reserved - allocator.live_at_peak
-    return Verdict(
+    verdict = Verdict(
         answer,
         device,
         ranks,
@@ -223,6 +253,34 @@ def judge(
         *_of_parts_and_host(program),
         speed,
     )
+    return replace(verdict, answer=_with_host(verdict))
+
+
+def _with_host(verdict: Verdict) -> Answer:
+    """The answer on the device's memory, or a worse one on that of the host. Ranks on a CPU have no other host."""
+    if not verdict.host or not verdict.device.host_nbytes or verdict.device.kind == "cpu":
+        return verdict.answer
+    if verdict.needs_more_host:
+        return "no"
+    is_tight = verdict.host_left < MARGIN * verdict.host_need
+    return "barely" if is_tight and verdict.answer == "yes" else verdict.answer
+
+
+def _in_later_steps(program: Program, rules: Rules) -> CachingAllocator:
+    """Return the allocator without a limit after the program with further steps.
+
+    A later step finds other holes in the cache than the first two, and may need more. If one further step does not,
+    no other ones are made.
+    """
+    for count in (1, FURTHER_STEPS):
+        allocator = CachingAllocator(rules)
+        reserved: list[int] = []
+        for events in program.with_further_steps(count):
+            run(allocator, events)
+            reserved.append(allocator.peak.reserved)
+        if reserved[1] == reserved[-2]:  # after the steps of the program, and after the further ones
+            break
+    return allocator
 
 
 def _in_room(

@@ -61,9 +61,9 @@ def work_of(kernel: Kernel) -> Work:
         return Work("copies", 0, kernel.nbytes / 2)  # its record has both tensors
     if name in _TAKES_MEMORY or not kernel.nbytes:
         return NOTHING
-    if (sizes := _sizes_of_product(name, shapes)) is not None:
+    if (sizes := _sizes_of_product(name, shapes)) is not None and all(sizes):
         return Work("products", 2 * math.prod(sizes), _bytes_of_product(sizes, kernel), sizes)
-    if "attention" in name and (found := _attention(name, kernel)) is not None:
+    if "attention" in name and (found := _attention(name, kernel)) is not None and found.flops:
         return found
     if name in _OF_UPDATES:
         return Work("optimizer", 0, kernel.nbytes * _OF_UPDATES[name])

@@ -41,16 +41,19 @@ class Graphs:
     Attributes:
         events: of the trace that runs, which get the blocks and kernels.
         on_cpu: whether kernels are made by the rules for a CPU.
+        for_several_shapes: whether a graph was made for several shapes, because tensors of another shape came before.
     """
 
     def __init__(self, on_cpu: bool) -> None:
         self.events = Recorder()
         self.on_cpu = on_cpu
+        self.for_several_shapes = False
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         made: Callable[[list[Any]], Any]
         if has_symbols(graph):  # the sizes of one call are not those of the next
             made = _OneByOne(graph)
+            self.for_several_shapes = True
         else:
             made = _HollowGraph(graph, self, donated_inputs(graph))
 

@@ -29,9 +29,13 @@ from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, OTHER, Recorder, re
 from shardwright.tracing.workspaces import CUBLAS, PRODUCTS, TAKING, workspaces
 
 SMALL = 16384  #: bytes; tensors up to this size are computed
-#: The same for integers and booleans that follow from no other tensors: positions, lengths and tables of them, of which
-#: models ask whether a sample has one document.
+#: Bytes from which on the storage of a resized tensor is resized first, since this machine may have too little memory.
+LARGE = 1 << 30
+#: The same as ``SMALL`` for integers and booleans that follow from no other tensors: positions, lengths and tables of
+#: them, of which models ask whether a sample has one document.
 NUMBERS = 64 << 20
+#: Reads of unknown values by one line in a row, after which it must be a loop that waits for a value.
+READS = 10_000
 _NO_RESERVE = 0x4000  #: MAP_NORESERVE, which Python's mmap does not name
 _OF_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.bool)
 #: Operations that touch no memory, beside views.
@@ -42,6 +46,9 @@ _AS_THEY_ARE = frozenset(
         "swapaxes_", "swapdims_",
     }
 )  # fmt: skip
+
+
+A_VALUE = "a value"  #: how an :class:`UnknownValueError` calls what ``sw.plan(value=...)`` can stand for
 
 
 class UnknownValueError(Exception):
@@ -132,6 +139,7 @@ class Hollow(TorchDispatchMode):
         self._on_gpu = on_gpu
         self._products_on: set[str] = set()  # streams that had a product
         self._recorder, self._value = recorder, value
+        self._reader, self._reads = "", 0  # the line that has read a value last, and how often in a row
         self._forms = _FORMS
         self._results = _RESULTS
 
@@ -172,10 +180,12 @@ class Hollow(TorchDispatchMode):
         """An operation that may need memory."""
         if form.name == "_local_scalar_dense":
             if self._value is not None and not self._is_known(tensors[0]):
+                self._check_progress()
                 return torch.tensor(self._value, dtype=tensors[0].dtype).tolist()
             self._check_known(tensors, "item")
             return func(*args, **kwargs)
         if form.name == "resize_" and not args[0].is_meta:
+            _make_room(func, args, kwargs)
             func(*args, **kwargs)
             self._recorder.resized(args[0].untyped_storage())
             return args[0]
@@ -189,11 +199,15 @@ class Hollow(TorchDispatchMode):
         shapes = result.shapes if result is not None else ()
         if small:
             known = all(map(self._is_known, tensors))
+            if not known and result is None and not form.returns_arguments and (reader := reader_of_value()):
+                raise UnknownValueError(f"the size of a result of {func}", reader)
             if all(shape is None or shape.nbytes <= _most(shape.dtype, known) for shape in shapes):
                 try:
                     out = func(*args, **kwargs)
-                except NotImplementedError:  # only a GPU has the kernel: the result gets its shape alone
-                    if result is None:
+                except (NotImplementedError, RuntimeError) as error:
+                    # Only a GPU has the kernel, or it refuses zeros in the place of unknown values: the result gets its
+                    # shape alone.
+                    if result is None or (known and not isinstance(error, NotImplementedError)):
                         raise
                 else:
                     self._know(out, form, known, line)
@@ -259,7 +273,9 @@ class Hollow(TorchDispatchMode):
             made[1]["device"] = torch.device("meta")
         try:
             value = META.get(func._schema.name, func)(*made[0], **made[1])
-        except NotImplementedError as error:
+        except (NotImplementedError, RuntimeError) as error:
+            if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error):
+                raise
             if not small:
                 raise UnknownValueError(f"the size of a result of {func}", reader_of_value()) from error
             self._results[key] = None
@@ -325,7 +341,15 @@ class Hollow(TorchDispatchMode):
     def _check_known(self, tensors: list[Tensor], operation: str) -> None:
         """Refuse a read of a value that was not computed, except by the trainer and the engine: they get zero."""
         if not all(map(self._is_known, tensors)) and (line := reader_of_value()):
-            raise UnknownValueError(f"a value ({operation})", line)
+            raise UnknownValueError(f"{A_VALUE} ({operation})", line)
+
+    def _check_progress(self) -> None:
+        """Raise if one line reads unknown values again and again: it waits for one that the trace never has."""
+        line = reader_of_value()
+        self._reads = self._reads + 1 if line == self._reader else 1
+        self._reader = line
+        if self._reads > READS:
+            raise UnknownValueError(f"{A_VALUE} {READS:,} times without another read between", line)
 
     def check_read(self, tensor: Tensor) -> None:
         """Refuse a read that does not come here as an operation, such as ``tolist``."""
@@ -392,21 +416,42 @@ def _group_of(args: Any, kwargs: Any) -> tuple[int, int]:
 
 
 def untouched(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor whose memory nobody touches. It may be larger than the memory of this machine."""
+    """Return a tensor whose memory nobody touches. It may be larger than the memory of this machine."""
     try:
         return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
     except RuntimeError as error:
         if "allocate memory" not in str(error):
             raise
     last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    words = f"{_word(dtype)} {list(size)}"
+    return _addresses((last + 1) * dtype.itemsize, words).view(dtype).as_strided(size, stride)
+
+
+def unallocated(nbytes: int) -> torch.UntypedStorage:
+    """Return a storage of so many bytes whose memory nobody touches, also if this machine has less."""
+    return _addresses(nbytes, f"{nbytes:,} bytes").untyped_storage()
+
+
+def _addresses(nbytes: int, words: str) -> Tensor:
+    """Return a tensor of so many bytes that have addresses and no memory, which a write would allocate page by page.
+
+    Raises:
+        ValueError: the system has not so many addresses.
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if sys.platform == "linux" else 0)
     try:
-        memory = mmap.mmap(-1, (last + 1) * dtype.itemsize, flags=flags)
+        memory = mmap.mmap(-1, nbytes, flags=flags)
     except OSError as error:
-        raise ValueError(
-            f"a tensor of {str(dtype).removeprefix('torch.')} {list(size)} is larger than this system can address"
-        ) from error
-    return torch.frombuffer(memory, dtype=dtype).as_strided(size, stride)
+        raise ValueError(f"a tensor of {words} is larger than this system can address") from error
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _make_room(resize: Any, args: Any, kwargs: Any) -> None:
+    """Give the storage of a tensor the bytes that ``resize_`` will ask for, if this machine may refuse to."""
+    storage = args[0].untyped_storage()
+    nbytes = resize(_on_meta(args[0]), *args[1:], **kwargs).untyped_storage().nbytes()
+    if nbytes > max(storage.nbytes(), LARGE):
+        storage.resize_(nbytes)  # which has the way out, see `watch_resizes`
 
 
 def _emptied(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwright._torch import fill_truncated_normal
 from shardwright.init import truncated
 from shardwright.optim import adamw8bit
 
@@ -67,6 +68,39 @@ def _attention(
     return formula(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )[0]
+
+
+@contextmanager
+def reads_no_numbers(small: int) -> Iterator[None]:
+    """Inside the context functions of torch do not look at numbers that a trace does not have.
+
+    ``trunc_normal_`` of tensors of more than ``small`` bytes draws once, in the memory of torch's loop, which would
+    wait for numbers inside the bounds. ``one_hot`` with a number of classes checks no index, as on a GPU.
+    """
+    draw, one_hot = getattr(torch.nn.init, fill_truncated_normal), F.one_hot
+
+    def fill(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
+        if tensor.is_meta or tensor.untyped_storage().nbytes() <= small:
+            return draw(tensor, mean, std, a, b, generator=generator)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            tensor.normal_(mean, std, generator=generator)
+            outside = (tensor < a) | (tensor > b)
+            tensor.copy_(torch.where(outside, torch.empty_like(tensor).normal_(mean, std), tensor))
+        return tensor
+
+    def encoded(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if num_classes < 1:
+            return one_hot(tensor, num_classes)  # its size depends on the largest index
+        zeros = tensor.new_zeros((*tensor.shape, num_classes))
+        return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+    setattr(torch.nn.init, fill_truncated_normal, fill)
+    F.one_hot = encoded
+    try:
+        yield
+    finally:
+        setattr(torch.nn.init, fill_truncated_normal, draw)
+        F.one_hot = one_hot
 
 
 @contextmanager
@@ -147,5 +181,19 @@ def _grouped_mm(
     return torch.empty_strided(size, stride, dtype=dtype, device="meta")
 
 
-#: Meta kernels in place of PyTorch's, which refuses float32 here.
-META = {"aten::_grouped_mm": _grouped_mm}
+def _lstm(*arguments: Any) -> tuple[Tensor, ...]:
+    """A layer of oneDNN, which keeps gates and states for backward: PyTorch's meta kernel says that it keeps nothing.
+
+    The bytes are those of oneDNN 3 in float32, within 2% from 200 units of the hidden state on.
+    """
+    input, hidden_size, trains = arguments[0], arguments[10], arguments[15]
+    *results, workspace = _aten.mkldnn_rnn_layer.default(*arguments)
+    if trains:
+        steps, samples = input.shape[:2]
+        numbers = samples * (steps * (15 * hidden_size + 128) + 10 * hidden_size)
+        workspace = workspace.new_empty(4 * numbers)
+    return *results, workspace
+
+
+#: Meta kernels in place of PyTorch's: one refuses float32, the other makes no memory for backward.
+META = {"aten::_grouped_mm": _grouped_mm, "aten::mkldnn_rnn_layer": _lstm}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from shardwright.planner.devices import Device, DeviceError
@@ -16,4 +18,12 @@ def local_device() -> Device:
     if not torch.cuda.is_available():
         raise DeviceError("expected a device that is named, found 'local', and this machine has no GPU")
     properties = torch.cuda.get_device_properties(0)
-    return Device("local", properties.name, properties.total_memory, "torch.cuda.get_device_properties")
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Device(
+        "local",
+        properties.name,
+        properties.total_memory,
+        "torch.cuda.get_device_properties",
+        host_nbytes=host,
+        node=torch.cuda.device_count(),
+    )

@@ -11,7 +11,7 @@ from shardwright.planner.devices import parse_devices
 from shardwright.planner.program import Program
 from shardwright.planner.speed import speed_of
 from shardwright.planner.verdict import Verdict, judge
-from shardwright.tracing.hollow import UnknownValueError
+from shardwright.tracing.hollow import A_VALUE, UnknownValueError
 from shardwright.tracing.local import local_device
 from shardwright.tracing.trace import trace
 from shardwright.tracing.training import watch_training
@@ -67,9 +67,9 @@ def plan(loop: Callable[[], object], on: str, *, value: float | None = None) -> 
     try:
         program = program_of_loop(loop, ranks, value=value)
     except UnknownValueError as error:
-        raise UnknownValueError(
-            error.what, error.line, "; sw.plan(..., value=1.0) says what item() returns"
-        ) from None
+        is_read = value is None and error.what.startswith(A_VALUE)
+        way = "; sw.plan(..., value=1.0) says what item() returns" if is_read else ""
+        raise UnknownValueError(error.what, error.line, way) from None
     return judge(program, device, ranks, rules, speed_of(program, device, ranks))
 
 

@@ -177,6 +177,14 @@ class Recorder:
             self._blocks[storage._cdata] = self.take(storage.nbytes(), "resized storage")
             self._watch(storage)
 
+    def exchanged(self, one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
+        """Two storages have exchanged their memory, so each has the other's block now."""
+        blocks = self._blocks.pop(one._cdata, None), self._blocks.pop(two._cdata, None)
+        for storage, block in zip((two, one), blocks, strict=True):
+            if block is not None:
+                self._blocks[storage._cdata] = block
+                self._watch(storage)
+
     @property
     def uses_host(self) -> bool:
         """Whether any tensor is in the host's memory."""
@@ -431,12 +439,15 @@ def line_of(error: BaseException) -> tuple[str, bool]:
 
 #: By file: whose code it has.
 _whose: dict[str, int] = {}
-_OF_TORCH, _OF_TRACING, _OF_ENGINE, _OF_MODEL = range(4)
+_OF_TORCH, _OF_TRACING, _OF_ENGINE, _OF_MODEL, _OF_CALL = range(5)
+_CALLS = os.path.join(_TORCH, "nn", "modules", "module.py")  #: which runs the forward of modules
 
 
 def _owner_of(file: str) -> int:
     if file.startswith(_OWN) and not file.startswith(_SHOWN):
         whose = _OF_TRACING if file.startswith(_TRACING) else _OF_ENGINE
+    elif file == _CALLS:
+        whose = _OF_CALL
     else:
         whose = _OF_TORCH if file.startswith((_TORCH, "<")) else _OF_MODEL
     _whose[file] = whose
@@ -447,7 +458,7 @@ def caller() -> tuple[str, bool]:
     """The innermost line that is neither torch's nor the engine's, as ``losses.py:118``; empty: there is none. And
     whether the engine runs inside it."""
     frame = sys._getframe(1)
-    in_engine = False
+    in_engine = in_module = False
     while frame is not None:
         file = frame.f_code.co_filename
         whose = _whose.get(file)
@@ -455,7 +466,9 @@ def caller() -> tuple[str, bool]:
             whose = _owner_of(file)
         if whose == _OF_MODEL:
             return _line(file, frame.f_lineno), in_engine
-        if whose == _OF_ENGINE:
+        if whose == _OF_CALL:  # of a module of torch, which the engine calls if it is a unit itself
+            in_module = True
+        elif whose == _OF_ENGINE and not in_module:
             in_engine = True
         frame = frame.f_back  # type: ignore[assignment]
     return "", in_engine

@@ -12,11 +12,12 @@ import torch
 
 from shardwright._torch import absent_ranks, watch_reads, watch_resizes
 from shardwright.comm.streams import use_streams
+from shardwright.engine.gradients import delivery
 from shardwright.memory import Slab, observe
 from shardwright.planner.cycles import without_collections
 from shardwright.tracing.compiled import Graphs, hollow_graphs
-from shardwright.tracing.hollow import AbsentDeviceError, Hollow, UnknownValueError
-from shardwright.tracing.kernels import draws_one_piece, kernels_of_cuda
+from shardwright.tracing.hollow import SMALL, AbsentDeviceError, Hollow, UnknownValueError, unallocated
+from shardwright.tracing.kernels import draws_one_piece, kernels_of_cuda, reads_no_numbers
 from shardwright.tracing.recorder import SLABS, Recorder, line_of, reader_of_value
 from shardwright.tracing.streams import RecordedStreams, memory_of_host, streams_of_torch
 
@@ -42,6 +43,9 @@ class _Slabs:
     def resized(self, storage: torch.UntypedStorage) -> None:
         return None
 
+    def exchanged(self, one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
+        self._recorder.exchanged(one, two)
+
 
 @contextmanager
 def trace(
@@ -66,14 +70,16 @@ def trace(
             "ignore", "Using .torch.compile.module.. when there are global hooks"
         )  # of traces
         stack.enter_context(draws_one_piece())
+        stack.enter_context(reads_no_numbers(SMALL))
         stack.enter_context(absent_ranks(ranks))
+        stack.enter_context(_flags_of_this_rank())
         stack.enter_context(_without_accelerator())
         if kind == "cuda":
             stack.enter_context(use_streams(CPU, RecordedStreams(recorder)))
             stack.enter_context(streams_of_torch(recorder))
             stack.enter_context(memory_of_host(recorder))
             stack.enter_context(kernels_of_cuda())
-        stack.enter_context(watch_resizes(recorder.resized))
+        stack.enter_context(watch_resizes(recorder.resized, unallocated))
         stack.enter_context(observe(_Slabs(recorder)))
         hollow = Hollow(recorder, value, kind == "cuda")
         stack.enter_context(watch_reads(hollow.check_read))
@@ -81,6 +87,20 @@ def trace(
         graphs.events = recorder
         stack.enter_context(hollow)
         yield recorder
+
+
+@contextmanager
+def _flags_of_this_rank() -> Iterator[None]:
+    """Inside the context ranks are taken to use the same parameters: flags that travel with gradients have no values.
+
+    Read as zeros they would say that no parameter has a gradient, and a plan would lack gradients and states.
+    """
+    plain = delivery.read_flags
+    delivery.read_flags = lambda flags, present: list(present)
+    try:
+        yield
+    finally:
+        delivery.read_flags = plain
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def live() -> dict[int, int]:
         kind = type(thing)
         if (
             issubclass(kind, torch.Tensor)
-            and not issubclass(kind, (DTensor, RaggedTensor))
+            and not isinstance(thing, (DTensor, RaggedTensor))
             and not thing.is_meta
         ):
             found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()

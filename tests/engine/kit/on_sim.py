@@ -47,6 +47,9 @@ class Scribbles:
     def resized(self, storage: torch.UntypedStorage) -> None:
         pass
 
+    def exchanged(self, one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
+        pass
+
 
 def outcome_of(training: Training) -> Outcome:
     weights = [full(p.detach()).cpu() for p in training.model.parameters()]

@@ -60,6 +60,27 @@ def test_a_composed_plan_is_the_traced_one(words: str) -> None:
     check(config_of(words))
 
 
+@pytest.mark.extensive("several compiled graphs", but=("other shapes",))
+@pytest.mark.parametrize(
+    "before, words",
+    [
+        ("parallel.strategy=zero2 train.loss_chunks=2", "parallel.reshard_after_forward=never"),
+        ("train.micro_batch=4", "train.micro_batch=2"),
+        ("activations.checkpoint=ops", "activations.checkpoint=ops parallel.strategy=zero2"),
+    ],
+    ids=["other strategy", "other shapes", "checkpoints"],
+)
+def test_a_plan_of_a_search_is_that_of_a_plan_alone(before: str, words: str) -> None:
+    """Plans of a search share the graphs of torch.compile, as far as blocks are the same."""
+    first, config = (
+        config_of(f"train.compile=inductor model.n_layers=19 {each}") for each in (before, words)
+    )
+    with programs.search_of_plans():
+        program_of(first, 2)
+        searched = program_of(config, 2)
+    assert plain(searched) == plain(program_of(config, 2))
+
+
 def cases(number: int, seed: int) -> list[tuple[str, int, str]]:
     """Random settings that go together."""
     choose = random.Random(seed)

@@ -110,6 +110,9 @@ class Leases:
     def resized(self, storage: torch.UntypedStorage) -> None:
         return None
 
+    def exchanged(self, one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
+        return None
+
 
 @contextmanager
 def blocks_of_host() -> Iterator[list[torch.UntypedStorage]]:

@@ -138,6 +138,109 @@ def test_the_fastest_settings_are_lines_of_a_file(capsys: pytest.CaptureFixture[
     assert "a step more: " in rest[smaller + 1]
 
 
+def test_settings_with_room_come_before_those_that_barely_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The runtime takes 2.8 GiB. With zero3 the job needs 13 GiB, with two samples at once 21."""
+    keys = "--parallel.tensor", "1", "--parallel.offload", "none", *WITHOUT
+    keys = (*keys, "--activations.checkpoint", "none", "--parallel.strategy", "zero3")
+    status, out = fit_on(capsys, tmp_path, 24.2, *keys)
+    best = out.partition("smaller")[0]
+    assert status == 0 and "13.00 GiB reserved; as a file's lines" in best and "micro_batch" not in best
+    assert "of them fit own and" not in best and " BARELY fit\n" in best
+
+    status, out = fit_on(capsys, tmp_path, 16.0, *keys)
+    assert status == 0 and ", 0 of them fit " in out
+    assert "13.00 GiB reserved, which BARELY fit; as a file's lines" in out.partition("smaller")[0]
+    status, out = fit_on(capsys, tmp_path, 16.0, *keys, "--json")
+    best = json.loads(out)["best"]
+    assert best["barely"] and best["reserved_bytes"] == 13 * GIB
+
+
+def test_settings_that_need_more_than_the_device_never_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator would have to empty its cache, of blocks that are too small for the next ones."""
+
+    def cached(config: Config, *arguments: object) -> Program:
+        whole = program(config, *arguments)  # type: ignore[arg-type]
+        events = list(whole.events)
+        events[1:1] = [Alloc(90, 9 * GIB, "compute", 1), Free(90)]
+        events += [Alloc(91, 10 * GIB, "compute", 1), Free(91)]
+        return Program(events, whole.owners, whole.tokens, whole.model_flops)
+
+    for module in (fitting, planning):
+        monkeypatch.setattr(module, "program_of", cached)
+    keys = ["--parallel.tensor", "1", "--parallel.offload", "none", *WITHOUT]
+    keys += ["--activations.checkpoint", "full", "--parallel.strategy", "zero3", "--train.micro_batch", "1"]
+    (tmp_path / "small.toml").write_text('like = "h100"\ngib = 20\n')
+    job = [str(EXAMPLES / "llama_8b.toml"), "--on", f"8x{tmp_path}/small.toml", *keys]
+    status, out, _ = run(capsys, *job, "--no-edits")
+    assert status == 0 and "BARELY" in out and "GiB are missing" in out and "empties its cache" in out
+    status, out, _ = run(capsys, *job, "--fit", "--processes", "1")
+    assert status == 3 and "best     none; " in out
+
+
+def test_a_host_without_room_is_no_place_for_activations(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kind of offload needs 40 GiB of the host here, for each of eight ranks."""
+
+    def on_host(config: Config, *arguments: object) -> Program:
+        whole = program(config, *arguments)  # type: ignore[arg-type]
+        if config.activations.offload == "none" and config.parallel.offload == "none":
+            return whole
+        group = "activations" if config.activations.offload != "none" else "optimizer"
+        events = [*whole.events, Alloc(90, 40 * GIB, "host", 2)]
+        return Program(events, [*whole.owners, Owner(group, "", "", "")], whole.tokens, whole.model_flops)
+
+    for module in (fitting, planning):
+        monkeypatch.setattr(module, "program_of", on_host)
+    device = tmp_path / "small.toml"
+    job = [str(EXAMPLES / "llama_8b.toml"), "--on", f"8x{device}", "--parallel.tensor", "1"]
+    search = [*job, "--fit", "--processes", "1", "--parallel.context", "1"]
+    for host, status, word in (
+        (2048, 0, "offload"),
+        (256, 3, "settings with offload need more memory of the host than it has"),
+    ):
+        device.write_text(f'like = "h100"\ngib = 9.2\nhost_gib = {host}\n')
+        assert run(capsys, *search)[0] == status
+        assert word in run(capsys, *search)[1]
+    for key, way in (("activations.offload", "none"), ("parallel.offload", "none")):
+        device.write_text('like = "h100"\nhost_gib = 256\n')
+        value = "blocks" if key == "activations.offload" else "cpu"
+        status, out, _ = run(capsys, *job, f"--{key}", value)
+        assert status == 3 and "GiB of the host's memory are missing" in out
+        edits = out.partition("edits ")[2]
+        assert f"--{key} {way} " in edits and ", fits, " in edits
+        device.write_text('like = "h100"\ngib = 4\nhost_gib = 256\n')
+        edits = run(capsys, *job)[1].partition("edits ")[2]
+        assert "--activations.offload" not in edits or "does not fit into the host's memory" in edits
+
+
+def test_an_edit_that_fails_is_a_row(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(config: Config, *arguments: object) -> Program:
+        if config.activations.checkpoint == "ops":
+            raise RuntimeError("out of\nluck")
+        return program(config, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planning, "program_of", failing)
+    (tmp_path / "small.toml").write_text('like = "h100"\ngib = 4.0\n')
+    job = [str(EXAMPLES / "llama_8b.toml"), "--on", f"8x{tmp_path}/small.toml"]
+    status, out, _ = run(capsys, *job)
+    *_, row, last = out.splitlines()
+    assert status == 3 and row.split() == [
+        "--activations.checkpoint", "ops", "has", "no", "plan:", "RuntimeError:", "out", "of", "luck"
+    ]  # fmt: skip
+    assert "--fit looks for settings that fit" in last  # since no edit is enough
+    status, out, _ = run(capsys, *job, "--json")
+    figures = json.loads(out)
+    assert figures["failed_edits"] == {"--activations.checkpoint ops": "RuntimeError: out of luck"}
+    assert figures["edits"]
+
+
 def test_a_terminal_shows_progress_while_plans_are_made(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,7 @@ def test_a_verdict_in_lines_and_in_json(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--activations.checkpoint full" in [edit["keys"] for edit in figures["edits"]]
     assert all(edit["reserved_bytes"] < figures["reserved_bytes"] for edit in figures["edits"])
     assert main(["plan", config, "--on", f"2x{small}"]) == 3
-    last = capsys.readouterr().out.splitlines()[-len(figures["edits"]) :]
+    last = capsys.readouterr().out.splitlines()[-len(figures["edits"]) :]  # no --fit: the speed is not known
     assert all(edit["keys"] in line for edit, line in zip(figures["edits"], last, strict=True))
 
 
@@ -226,12 +226,7 @@ def test_an_interrupted_search_ends_at_once_and_leaves_no_process(stage: str, tm
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 120
-        of_python = 0.2 if stage == "starting" else 3.0  # seconds of a core
-        while not any(
-            sum(child.cpu_times()[:2]) >= of_python
-            for child in psutil.Process(process.pid).children()
-            if "spawn_main" in " ".join(child.cmdline())
-        ):
+        while not is_at_work(psutil.Process(process.pid), stage):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         begin = time.monotonic()
@@ -249,6 +244,13 @@ def test_an_interrupted_search_ends_at_once_and_leaves_no_process(stage: str, tm
     finally:
         if is_alive(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def is_at_work(process: psutil.Process, stage: str) -> bool:
+    """Whether a search imports PyTorch, or processes of it make plans."""
+    if stage == "starting":
+        return any("libtorch" in each.path for each in process.memory_maps())
+    return any(sum(each.cpu_times()[:2]) >= 0.5 for each in process.children())
 
 
 def is_alive(group: int) -> bool:

@@ -20,6 +20,7 @@ from shardwright._torch import boxes_to_load, boxes_to_save
 from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.format.index import Keys, StoredValue, name_of
 from shardwright.checkpoint.format.values import DEEPEST
+from shardwright.engine.tensors.mesh_order import ascends
 
 #: A chunk in a file holds at most so many bytes. Each thread of a save and of a load copies one at a time.
 CHUNK_BYTES = 32 << 20
@@ -53,6 +54,7 @@ class StateTensor:
             raise ValueError(
                 f"{self.name} is a DTensor that is not summed over its ranks yet (placement Partial)"
             )
+        self._check_order()
         is_fsdp1s = hasattr(self.tensor, "local_shards")  # it has none of these attributes
         if not is_fsdp1s and (self.tensor.layout is not torch.strided or self.tensor.is_quantized):
             raise ValueError(f"{self.name} is sparse or quantized; a checkpoint holds dense tensors")
@@ -62,10 +64,25 @@ class StateTensor:
         return [each for box in whole for each in _cut(box, self.dtype.itemsize)]
 
     def boxes_to_load(self) -> list[Box]:
-        """The boxes that this rank needs, with the memory to load them into."""
+        """The boxes that this rank needs, with the memory to load them into.
+
+        Raises:
+            ValueError: the ranks of its mesh do not ascend.
+        """
+        self._check_order()
         return [
             Box(tuple(o), local.detach()) for o, local in boxes_to_load(self.name, _by_protocol(self.tensor))
         ]
+
+    def _check_order(self) -> None:
+        """Raise ValueError if torch does not say clearly which elements this rank has."""
+        if isinstance(self.tensor, DTensor):
+            mesh, cuts = self.tensor.device_mesh, enumerate(self.tensor.placements)
+            if not ascends(mesh, [axis for axis, p in cuts if not p.is_replicate()]):
+                raise ValueError(
+                    f"{self.name} is a DTensor on ranks {mesh.mesh.tolist()}, which do not ascend: torch numbers its "
+                    "parts in two ways there. Distribute it over a mesh of ascending ranks"
+                )
 
 
 def _by_protocol(tensor: Tensor) -> Tensor:

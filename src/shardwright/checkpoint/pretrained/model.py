@@ -5,7 +5,7 @@ Other files of this package use this list for plain and sharded models. The cut 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ from shardwright._torch import increment_version, is_persistent, storage_key
 from shardwright.checkpoint.format.boxes import Box as Box
 from shardwright.engine.base.names import without_wrappers
 from shardwright.engine.model.root import root_of
-from shardwright.engine.tensors.parameter import Slot, has_no_values, unit_of
+from shardwright.engine.tensors.parameter import has_no_values, unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.unset import unmark
 from shardwright.engine.unit.owning import settle
 from shardwright.engine.unit.unit import Unit
-from shardwright.init.delivery import Holder, become
+from shardwright.init.delivery import become
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,16 +121,10 @@ def mark_loaded(entry: ModelTensor) -> None:
 
 
 def allocate(entry: ModelTensor, device: torch.device) -> ModelTensor:
-    """Give memory to a tensor without values that no unit owns. Keeps the object if possible."""
+    """Give memory to a tensor without values that no unit owns. It stays the same object."""
     old = entry.tensor
-    made = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=device)
-    is_parameter = isinstance(old, nn.Parameter)
-    holder = Holder(
-        [Slot.of(module, name) for module, name in entry.slots if is_parameter],
-        [(module._buffers, name) for module, name in entry.slots if not is_parameter],
-        [module for module, _ in entry.slots],
-    )
-    return replace(entry, tensor=become(old, made, holder))
+    become(old, torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=device))
+    return entry
 
 
 def aliases_of(model: nn.Module, tensors: list[ModelTensor]) -> dict[str, str]:

@@ -29,9 +29,18 @@ def model_state(model: nn.Module, frozen: bool) -> dict[str, Any]:
     """The state dict of a model, without parameters that need no gradient unless ``frozen``.
 
     Raises:
-        ValueError: a tensor has no values.
+        ValueError: a tensor has no values, or a hook has given it another name.
     """
-    state: dict[str, Any] = get_model_state_dict(model)
+    try:
+        state: dict[str, Any] = get_model_state_dict(model)
+    except AttributeError:
+        if renamed := _renamed(model):
+            raise ValueError(
+                f"the state dict of the model has {renamed[0]!r}, which is no parameter or buffer: a state-dict hook "
+                "has renamed it, and torch's get_model_state_dict finds tensors by their names. Remove the hook while "
+                "you save and load, or save model.state_dict() with shardwright.checkpoint.save_state"
+            ) from None
+        raise
     if not frozen:
         for name in _frozen_names(model):
             state.pop(name, None)
@@ -39,6 +48,14 @@ def model_state(model: nn.Module, frozen: bool) -> dict[str, Any]:
         if isinstance(value, Tensor) and has_no_values(value):
             raise ValueError(without_values(name, "and no memory"))
     return state
+
+
+def _renamed(model: nn.Module) -> list[str]:
+    """The keys of the model's state dict that name no tensor and no extra state of its modules."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    names = {plain_name(name, model) for name, _ in tensors}
+    keys = (plain_name(key, model) for key in model.state_dict())
+    return [key for key in keys if key not in names and not key.endswith("_extra_state")]
 
 
 def _frozen_names(model: nn.Module) -> set[str]:

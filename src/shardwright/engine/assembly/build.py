@@ -28,6 +28,7 @@ from shardwright.engine.tensors.parameter import (
     in_place_view,
 )
 from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.same_object import Exchanged
 from shardwright.engine.tensors.tensor_parallel import TensorParallel
 from shardwright.layout import GradientDtypes, Ragged, TensorSpec, UnitLayout, plan_unit
 from shardwright.memory import Slab
@@ -60,6 +61,7 @@ class Built(NamedTuple):
     slab: Slab
     parameters: list[ManagedParameter]
     gradient_dtypes: list[GradientDtypes]
+    before: list[torch.Tensor]  #: what each parameter was before
 
 
 def _spec_of(
@@ -123,8 +125,10 @@ def _memory_order(parameter: nn.Parameter, dim: int) -> tuple[int, ...]:
 
 
 @torch.inference_mode(False)
-def build_memory(owned: list[Owned], site: UnitSite, arguments: Arguments) -> Built:
-    """Cut each parameter, and make both of its forms."""
+def build_memory(
+    owned: list[Owned], site: UnitSite, arguments: Arguments, exchanged: list[Exchanged] | None = None
+) -> Built:
+    """Cut each parameter, and make both of its forms. Adds to ``exchanged`` the objects that become sharded."""
     ranks, device, reads = site.ranks, site.ranks.device, site.reads
     specs = [_spec_of(each.name, each.parameter, each.parallel, site, arguments) for each in owned]
     policies = [policy_for(arguments.policy, each.name, each.parameter) for each in owned]
@@ -176,10 +180,16 @@ def build_memory(owned: list[Owned], site: UnitSite, arguments: Arguments) -> Bu
                         policy = arguments.users_policy if own is arguments.policy else own
                         p.extension = Extension(specs[member.index], ranks, module, policy, site.owner)
     parameters = [p for p in managed if p is not None]
+    before: list[torch.Tensor] = []
+    for p, (_, original, _, _) in zip(parameters, owned, strict=True):
+        record = None if p.sharded is original else p.keep_object(original, site.owner.name)
+        before.append(original if record is None else record.before)
+        if record is not None and exchanged is not None:
+            exchanged.append(record)
     for p, each in zip(parameters, dtypes, strict=True):
         if each.grad is not None and each.grad != p.sharded.dtype:
             p.sharded.grad_dtype = each.grad
-    return Built(layout, shards, slab, parameters, dtypes)
+    return Built(layout, shards, slab, parameters, dtypes, before)
 
 
 def cut_for(p: ManagedParameter, value: torch.Tensor, site: UnitSite, arguments: Arguments) -> Cut:

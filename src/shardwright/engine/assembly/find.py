@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwright._torch import local_of
 from shardwright.engine.tensors.extension import is_attached, is_extended
-from shardwright.engine.tensors.parameter import TAKEN, Managed, Slot, Taken, has_no_values, plain_of, unit_of
+from shardwright.engine.tensors.parameter import Managed, Slot, has_no_values, plain_of, unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.ranks import Ranks
+from shardwright.engine.tensors.same_object import TAKEN, Taken
 from shardwright.engine.tensors.tensor_parallel import TensorParallel, cut_dim, parallel_of
 
 UNIT = "_shardwright_unit"  #: the attribute under which a sharded module keeps its unit
@@ -107,7 +108,7 @@ def find_parameters(
                     continue
                 if unit is None or unit_of(parameter) is not unit:
                     mesh = mesh_asked(placement_fn, parameter)
-                    if not (mesh == ranks.mesh or (mesh is None and not sibling)):
+                    if not (ranks.is_of(mesh) or (mesh is None and not sibling)):
                         continue
                 parallel = parallel_of_parameter(full_name, parameter, ranks)
                 if unit_of(parameter) is not unit or unit is None:
@@ -141,7 +142,7 @@ def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _lent_by_another(name: str, parameter: nn.Parameter, top: nn.Module, unit: Any) -> nn.Parameter | None:
     """The sharded parameter of another unit: ``parameter`` itself, or the one that replaced it there."""
-    origin: Taken | None = getattr(parameter, TAKEN, None)
+    origin: Taken | None = parameter.__dict__.get(TAKEN)
     sharded = parameter if isinstance(parameter, Managed) or origin is None else origin.sharded
     owner = unit_of(sharded)
     if owner is None or owner is unit or (unit is not None and not _holds(owner, sharded)):

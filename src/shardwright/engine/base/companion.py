@@ -16,10 +16,12 @@ class Companion:
 
     Attributes:
         stepped: whether a step has begun. The engine checks some things in the first step only.
+        objects: how many parameter objects had become sharded ones when the optimizer's state was last checked.
     """
 
     def __init__(self, stepped: bool = False) -> None:
         self.stepped = stepped
+        self.objects = 0
 
     @property
     def brings_state(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -59,7 +59,8 @@ class Home(Protocol):
         full_precision: whether weights are gathered in their storage dtypes.
         backward: whether a backward has reached the model and has not ended.
         is_last_backward: whether it is the last backward of a step.
-        selects: whether it computes only gradients of tensors that the user has selected.
+        selected: if the user has selected the tensors that get gradients, the units with parameters among them.
+            Else None.
         clock: the clock of the model.
     """
 
@@ -67,7 +68,7 @@ class Home(Protocol):
     full_precision: bool
     backward: bool
     is_last_backward: bool
-    selects: bool
+    selected: Collection[Any] | None
     clock: Clock
 
     @property

@@ -32,6 +32,7 @@ from shardwright.engine.assembly.find import (
     own_modules,
     parameters_of,
 )
+from shardwright.engine.assembly.overlaps import Sharer, sharers_of
 from shardwright.engine.assembly.states import check_layout, check_states, states_of, sync_states
 from shardwright.engine.base.offload import offload_of
 from shardwright.engine.base.precision import as_precision
@@ -47,6 +48,7 @@ from shardwright.engine.model.pools import model_options
 from shardwright.engine.tensors.extension import is_extended
 from shardwright.engine.tensors.parameter import has_no_values, refuse_while_deferring
 from shardwright.engine.tensors.ranks import Ranks
+from shardwright.engine.tensors.same_object import refuse_uses
 from shardwright.engine.tensors.tensor_parallel import data_parallel
 from shardwright.engine.unit.owning import take_over
 from shardwright.engine.unit.unit import Unit
@@ -84,8 +86,8 @@ def fully_shard(
 
     The parameters below ``module`` that no earlier call owns become one *unit*: gathered together before the
     module's forward, released after it, gathered again for backward, their gradients reduced together. Call it
-    bottom-up, on each block and at last on the whole model. Between steps every parameter is a ``DTensor``; build
-    the optimizer after sharding.
+    bottom-up, on each block and at last on the whole model. Between steps every parameter is a ``DTensor``, and the
+    same object as before, so what holds it stays right.
 
     Each rank cuts its part from its own copy of the model, so the copies must be equal: build the model with the same
     seed on every rank, or pass ``sync_module_states``. This call communicates only with ``sync_module_states`` or
@@ -94,8 +96,10 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that form one unit (say the final norm and the output layer).
         mesh: ``DeviceMesh`` of one dimension, or of two: replicas outside, shards inside (HSDP). Default: all ranks, on
-            the accelerator if there is one, else on the CPU. Parameters may already be DTensors on other axes of the
-            same larger mesh (tensor, sequence and expert parallelism); each rank's part of them is then cut again.
+            the accelerator if there is one, else on the CPU. If its ranks do not ascend along every axis, as in
+            ``[1, 0]``, the engine uses a mesh of the same ranks that do. Parameters may already be DTensors on other
+            axes of the same larger mesh (tensor, sequence and expert parallelism); each rank's part of them is then cut
+            again.
         reshard_after_forward: True: release the full parameters after forward and gather them again for backward.
             False: keep them. None: True, but False for the root. An integer k: keep one k-th, so that backward gathers
             only among k neighbouring ranks, say those of one host; k must divide the number of ranks over which
@@ -136,7 +140,8 @@ def fully_shard(
         The same module (or list), whose class is now a subclass ``FSDP<Class>`` of it and of :class:`FSDPModule`.
 
     Raises:
-        ValueError: names an argument, module or parameter that cannot be sharded. Nothing has changed then.
+        ValueError: names an argument, module or parameter that cannot be sharded, or two names of one memory. Nothing
+            has changed then.
         NotImplementedError: names an option that this version does not support.
 
     Arguments that ``torch.distributed.fsdp.fully_shard`` of torch 2.13 also has mean the same here. As there,
@@ -187,14 +192,16 @@ def fully_shard(
     for u, unit_parameters in zip(units, parameters_of_units, strict=True):
         u.values.synced, u.values.checked = sync_module_states, check_module_states
         _same_start(u, modules, unit_parameters, layout)
+    sharers = sharers_of(modules, parameters_of_units)
     undo = Undo(modules, parameters_of_units)
     try:
-        take_over(units, parameters_of_units)
+        take_over(units, parameters_of_units, undo.exchanged)
         _move_buffers(modules, left_out, ranks.device)
         hook_optimizers()
         hook_optimizer_states()
         hook_backward()
         install(unit, modules)
+        _refuse_sharers(sharers, unit)
     except BaseException:
         undo()
         raise
@@ -421,9 +428,9 @@ def _ranks_of_some(
     ranks_by_mesh = {whole.mesh: whole}
     for info in infos:
         dims = getattr(info, "dp_mesh_dims", None)  # torch's mesh_info of a whole mesh has dp_mesh_dims
-        if dims is None and info.mesh == whole.mesh:
-            continue
         _check_mesh(info.mesh)
+        if dims is None and whole.is_of(info.mesh):
+            continue
         if info.mesh.ndim != whole.mesh.ndim and strategy is not None:
             raise ValueError(
                 f"strategy {strategy!r} is for the {whole.mesh.ndim} dimensions of {whole.mesh}; shard_placement_fn "
@@ -484,6 +491,16 @@ def _same_start(
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_sharers(sharers: list[Sharer], unit: Unit) -> None:
+    for sharer in sharers:
+        refuse_uses(
+            sharer.tensor,
+            f"{sharer.name!r} was a view of parameter {sharer.parameter!r} of unit {unit.name!r}, or its .data. The "
+            "parameter was sharded since, so this tensor has old values, in memory that the model no longer uses. Make "
+            "it from the parameter in forward, or give it a copy (clone()) before fully_shard.",
+        )
 
 
 def _move_buffers(modules: list[nn.Module], ignored: list[nn.Module], device: torch.device) -> None:

@@ -238,8 +238,8 @@ class FSDPModule(TorchFSDPModule):
         """With False, backward keeps full gradients, in the reduce dtype, until a backward with True reduces the sum.
 
         This is gradient accumulation without communication. Each rank holds one full gradient of the model. An
-        optimizer's step and ``sw.clip_grad_norm_`` reduce the held gradients, too. To drop them, call ``zero_grad`` of
-        the model or of an optimizer from ``sw.fully_shard_optimizer``. ``.grad`` is None while they are held.
+        optimizer's step and ``sw.clip_grad_norm_`` reduce the held gradients, too. ``.grad`` is None while they are
+        held. To drop them, call ``zero_grad`` of the model or of an optimizer, or assign None to ``.grad``.
         """
         for unit in self._fsdp_units(recurse):
             unit.change(sync=requires_gradient_sync)

@@ -19,15 +19,17 @@ from shardwright._torch import (
     is_transformed,
     leaf_of,
     post_accumulate_grad_hooks,
+    set_grad,
     set_post_accumulate_grad_hooks,
     watch_backward,
 )
 from shardwright.engine.model.root import Root, running_backward, selecting
-from shardwright.engine.tensors.parameter import Managed, unit_of
+from shardwright.engine.tensors.parameter import STANDS_FOR, Managed, unit_of
 from shardwright.engine.tensors.ragged_numbers import Number, read_number
 from shardwright.engine.tensors.sharded_tensor import ShardedTensor, average_number, is_real
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete, reduces_now
+from shardwright.engine.weights.unready import explain
 
 Runner = Callable[..., Any]
 #: The unit and the full form of a selected parameter.
@@ -41,23 +43,50 @@ def hook_backward() -> None:
 
 
 def _run(original: Runner, *args: Any, **options: Any) -> Any:
-    with NOTHING if in_backward() else running_backward():
+    inner = in_backward()
+    with NOTHING if inner else running_backward():
         _average_roots(args[0])
-        if not args[4]:  # inputs
-            return original(*args, **options)
-        with selecting():
-            return _run_selected(original, *args, **options)
+        try:
+            if not args[4]:  # inputs
+                with selecting(None) if inner else NOTHING:
+                    return original(*args, **options)
+            if inner and not options.get("accumulate_grad"):
+                _refuse_inside_backward(args[4])
+            selected = [_parameter_of(each) for each in args[4]]
+            targets = _targets(selected)
+            with selecting({unit for unit, _ in targets.values()}):
+                return _run_selected(original, selected, targets, *args, **options)
+        except RuntimeError as error:
+            explain(error, backward=True)
+            raise
 
 
-def _run_selected(original: Runner, *args: Any, **options: Any) -> Any:
+def _refuse_inside_backward(inputs: Sequence[Any]) -> None:
+    """Raise if a ``torch.autograd.grad`` inside a backward asks for gradients that are reduced when that one ends."""
+    for each in inputs:
+        if isinstance(each, torch.Tensor):
+            unit = unit_of(each if isinstance(each, Managed) else each.__dict__.get(STANDS_FOR, each))
+            if unit is not None and unit.root is not None and unit.root.backward and not unit.activity.calls:
+                raise RuntimeError(
+                    f"torch.autograd.grad inside another backward got parameters of unit {unit.name!r}, whose forward "
+                    "ran in that backward: their gradients are reduced only when it ends. Call it outside of the "
+                    "backward, or call backward() there, which adds to .grad."
+                )
+
+
+def _run_selected(
+    original: Runner,
+    selected: list[torch.Tensor | None],
+    targets: dict[int, Target],
+    *args: Any,
+    **options: Any,
+) -> Any:
     outputs, gradients, retain, create, inputs, *rest = args
-    selected = [_parameter_of(each) for each in inputs]
     if any(map(is_transformed, gradients)) and any(isinstance(p, Managed) for p in selected):
         raise RuntimeError(
             "torch.autograd.grad with is_grads_batched=True got sharded parameters, but gradients are reduced over "
             "the ranks for one backward at a time. Call it once for each row of grad_outputs."
         )
-    targets = _targets(selected)
     if not targets:
         return original(*args, **options)
     run = functools.partial(original, outputs, gradients, retain, create)
@@ -156,7 +185,7 @@ def _keep(unit: Unit, full: torch.Tensor) -> Callable[[torch.Tensor], None]:
     """Store a gradient that autograd captured in ``.grad`` of the full parameter, where reductions find it."""
 
     def keep(gradient: torch.Tensor) -> None:
-        full.grad = gradient
+        set_grad(full, gradient)
         unit.on_gradient(full)
 
     return keep

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import local_of, rebind
+from shardwright._torch import local_of, rebind, set_class
 from shardwright.engine.assembly.find import UnitParameters, own_modules
 from shardwright.engine.tensors.parameter import ManagedParameter, unit_of
+from shardwright.engine.tensors.same_object import Exchanged
 
 _LONGEST = 1000  #: longer containers belong to the user; the engine writes into none
 
@@ -29,8 +30,9 @@ class Undo:
         ]
         parameters = {id(p): p for m in inside.values() for p in m._parameters.values() if p is not None}
         self._parameters: list[tuple[Any, type, dict[str, Any], Any]] = [
-            (p, p.__class__, dict(p.__dict__), _sharded_form(p)) for p in parameters.values()
+            (p, type(p), dict(p.__dict__), _sharded_form(p)) for p in parameters.values()
         ]
+        self.exchanged: list[Exchanged] = []  #: filled while the call changes parameters
         self._lenders: list[tuple[Any, ManagedParameter, list[Any]]] = []
         for sharded in {
             id(q): q for unit_parameters in parameters_of_units for q, _ in unit_parameters.borrowed
@@ -48,8 +50,10 @@ class Undo:
                 if content is not None:
                     value.clear()
                     value.extend(content) if isinstance(value, list) else value.update(content)
+        for exchanged in self.exchanged:
+            exchanged.undo()
         for parameter, its_kind, its_attributes, form in self._parameters:
-            parameter.__class__ = its_kind
+            set_class(parameter, its_kind)
             parameter.__dict__.clear()
             parameter.__dict__.update(its_attributes)
             if form is not None:

@@ -16,11 +16,11 @@ from shardwright._torch import (
     post_accumulate_grad_hooks,
     quick_attributes,
     storage_use_count,
+    waits_for_other_gradients,
 )
 from shardwright.engine.base.offload import Host, HostSlab
 from shardwright.engine.gradients.packer import Packer
-from shardwright.engine.tensors.parameter import ManagedParameter
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.parameter import ManagedParameter, is_cut_like
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.tensors.summed import EngineHook, only_engine_hooks
 from shardwright.layout import Packing
@@ -121,6 +121,15 @@ class Result(NamedTuple):
     mark: Any
 
 
+def read_flags(flags: torch.Tensor, present: list[bool]) -> list[bool]:
+    """Return for each parameter whether any rank had a gradient: the host waits for the flags, which travelled with the
+    gradients.
+
+    A plan, in which no other ranks exist and no sums are computed, takes ``present`` instead, those of this rank.
+    """
+    return [flag != 0 for flag in flags.tolist()]
+
+
 class OnDevice:
     """Delivers gradients on the device on which they are reduced."""
 
@@ -174,7 +183,7 @@ class OnDevice:
                     "parameter in the loss"
                 )
             start = self._packer.packing.flags
-            used = [flag != 0 for flag in output[start : start + len(self._packer.parameters)].tolist()]
+            used = read_flags(output[start : start + len(self._packer.parameters)], result.present)
         with quick_attributes():
             hooked = any(map(gradient_hooks, self._packer.shardeds))
             listeners = list(map(post_accumulate_grad_hooks, self._packer.shardeds))
@@ -244,15 +253,22 @@ class OnDevice:
                 dtype = self._packer.packing.spans[part.span].grad_dtype
                 new: torch.Tensor = parameter.cut.wrap(local.to(dtype, copy=True, memory_format=form))
                 for hook in list((gradient_hooks(parameter.sharded) or {}).values()):
+                    if waits_for_other_gradients(hook):
+                        raise RuntimeError(
+                            f"Parameter {parameter.name!r} of unit {self._owner.name!r} has a hook of "
+                            "torch.autograd.graph.register_multi_grad_hook, which would never be called: gradients of "
+                            "sharded parameters are reduced unit by unit, after autograd has made them. Use "
+                            "register_hook of each parameter, mode='any', or read .grad after backward."
+                        )
                     changed = None if isinstance(hook, EngineHook) else hook(new)
-                    new = new if changed is None else changed
+                    new = new if changed is None else parameter.fitted(changed)
                 old = parameter.sharded.grad
                 if old is None:
                     parameter.sharded.grad = new
-                else:
-                    kinds = (DTensor, RaggedTensor)
-                    target = local_of(old) if isinstance(old, kinds) else old
-                    target.add_(local_of(new) if isinstance(new, kinds) else new)
+                elif is_cut_like(old, parameter.sharded):
+                    local_of(old).add_(local_of(new))  # type: ignore[arg-type]
+                else:  # the user has replaced the gradient of earlier micro-batches
+                    parameter.sharded.grad = parameter.fitted(old).add_(new)
 
     @property
     def arriving(self) -> bool:

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from shardwright._torch import chunk_cat, quick_attributes
+from shardwright._torch import chunk_cat, grad_of, quick_attributes, set_grad
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.layout import GradientPart, Packing, UnitLayout
@@ -91,8 +91,8 @@ class Packer:
         dtype, n = self.dtype, self._ranks.parts
         for i, parameter in enumerate(self.parameters):
             full = parameter.full
-            gradient = full.grad
-            full.grad = None
+            gradient = grad_of(full)
+            set_grad(full, None)
             # Without parameters that were frozen since forward, as in autograd.
             if gradient is None or not self.shardeds[i].requires_grad:
                 if not (fill and self.shardeds[i].requires_grad):
@@ -160,12 +160,30 @@ class Packer:
         """Cast and copy in one pass: as one row per rank, or as one row with one segment after another."""
         chunk_cat(tensors, 0, 1 if self.packing.shared else self._ranks.parts, out=out)
 
+    def mask_of(self, places: list[int], like: torch.Tensor) -> torch.Tensor:
+        """Return where packed gradients have elements of the parameters at these places of the packing."""
+        before = [grad_of(p.full) for p in self.parameters]
+        try:
+            for i, p in enumerate(self.parameters):
+                ones = torch.full_like(p.full, float(i in places), memory_format=torch.preserve_format)
+                set_grad(p.full, ones)
+            tensors, _ = self.take()
+            tensors[-1] = torch.zeros_like(self._flags)
+            for i in places:
+                tensors[-1].narrow(1, i, 1).fill_(1)
+        finally:
+            for p, gradient in zip(self.parameters, before, strict=True):
+                set_grad(p.full, gradient)
+        packed = torch.empty_like(like)
+        self.pack(tensors, packed)
+        return packed != 0
+
     def has_gradients(self) -> bool:
         """Whether a parameter has a full gradient."""
         with quick_attributes():
-            return any([p.full.grad is not None for p in self.parameters])
+            return any([grad_of(p.full) is not None for p in self.parameters])
 
     def drop(self) -> None:
         """Drop the full gradients."""
         for parameter in self.parameters:
-            parameter.full.grad = None
+            set_grad(parameter.full, None)

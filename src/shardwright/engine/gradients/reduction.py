@@ -195,6 +195,27 @@ class Reduction:
         self._whole_gradients.take(other._whole_gradients)
         self._partial.take(other._partial)
 
+    def leave_out(self, ids: set[int]) -> None:
+        """Take the parameters with these ids of their sharded forms out of the sums of earlier micro-batches."""
+        places = [i for i, (p, _) in enumerate(self._packer.pairs()) if id(p.sharded) in ids]
+        whole, partial = self._whole_gradients, self._partial
+        if not places:
+            return
+        if whole.value is not None:
+            whole.value.masked_fill_(self._packer.mask_of(places, whole.value), 0)
+        if partial.value is not None:
+            if partial.value.numel() != self.packing.numel:
+                raise RuntimeError(
+                    f"Gradients of some parameters of unit {self._owner.name!r} were dropped while sums over some "
+                    "ranks are held for all of them. Drop the gradients of all, with zero_grad of the model."
+                )
+            for i, (p, part) in enumerate(self._packer.pairs()):
+                if i in places:
+                    p.cut.packed_view(partial.value, part.offset).zero_()
+                    partial.value.view(-1).narrow(0, self.packing.flags + i, 1).zero_()
+        for sums in (whole, partial):
+            sums.present = [there and i not in places for i, there in enumerate(sums.present)]
+
     def drop_held(self) -> None:
         """Drop the sums of earlier micro-batches."""
         self._whole_gradients.forget()

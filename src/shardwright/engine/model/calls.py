@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardwright.engine.base.visit import Frame, Visit
 from shardwright.engine.model.backward import BACKWARD
 from shardwright.engine.model.root import Root, attach, root_of
 from shardwright.engine.tensors.parameter import FullParameter, plain_of
+from shardwright.engine.unit.containers import CycleError
 from shardwright.engine.unit.marks import (
     hidden_tensors,
     map_arguments,
@@ -28,6 +30,7 @@ from shardwright.engine.unit.owning import refuse_sharded_stand_ins, settle, set
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import follow_requires_grad, issue, leave_forward
 from shardwright.engine.weights.lasting import Lasting, lasting_kind
+from shardwright.engine.weights.unready import explain
 
 #: Types of results whose code has not run yet.
 LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
@@ -49,18 +52,25 @@ class Calls:
         if boards.current is not None:
             boards.current.at(boards.BACKWARD if in_backward() else boards.FORWARD, unit.name)
         with annotate("pre_forward", unit.weights.label):
-            return _before(unit, root, module, args, kwargs)
+            try:
+                return _before(unit, root, module, args, kwargs)
+            except CycleError as error:
+                raise CycleError(f"Unit {unit.name!r}: {error}") from None
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         unit = self.unit
         with annotate("post_forward", unit.weights.label):
-            result = _after(unit, module, output)
+            try:
+                result = _after(unit, module, output)
+            except CycleError as error:
+                raise CycleError(f"Unit {unit.name!r}: {error}") from None
         if boards.current is not None and not in_backward():
             _back_to_caller(boards.current, unit)
         return result
 
     def forward_failed(self, depth: int) -> None:
         """Clean up after an exception in a call that began inside ``depth`` other calls."""
+        explain(sys.exc_info()[1], in_backward())
         root = root_of(self.unit)
         if root is not None:
             with alone(root.device):

@@ -13,19 +13,26 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwright import board as boards
-from shardwright._torch import increment_version, storage_key, subclasses_dispatch
+from shardwright._torch import (
+    increment_version,
+    quick_attributes,
+    storage_key,
+    subclasses_dispatch,
+    watch_zero_grad,
+)
 from shardwright.engine.base.companion import companion_of
 from shardwright.engine.base.precision import refuse_gradient_dtypes
 from shardwright.engine.model.root import Root, root_of, roots
 from shardwright.engine.tensors.parameter import (
     DEFERRED,
-    TAKEN,
     UNIT_OF,
     Managed,
     RaggedParameter,
     ShardedParameter,
+    is_cut_like,
     unit_of,
 )
+from shardwright.engine.tensors.same_object import acting_class, count_of_objects, refuse_if_old
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import reduce
 
@@ -44,6 +51,16 @@ def hook_optimizers() -> None:
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+    watch_zero_grad(_after_zero_grad)
+
+
+def _after_zero_grad(parameters: Iterable[torch.Tensor]) -> None:
+    """Drop the gradients of these parameters that units hold, after torch has dropped those in ``.grad``."""
+    if not any(unit.gradients.held for root in roots for unit in root.units()):
+        return
+    parameters = list(parameters)
+    for unit in {id(u): u for p in parameters if (u := unit_of(p)) is not None}.values():
+        unit.gradients.drop(set(map(id, parameters)))
 
 
 #: The attribute of a class of optimizers whose step calls :func:`before_optimizer_step` and :func:`count_step` itself.
@@ -70,10 +87,12 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
         each.agreement.check()
         each.recover_if_failed()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    kinds = set(map(type, parameters))
-    _refuse_dead(parameters, kinds)
+    kinds = refuse_dead(parameters)
     companion = companion_of(optimizer)
     first = not companion.stepped
+    if companion.objects != count_of_objects():
+        _refuse_whole_state(optimizer)
+        companion.objects = count_of_objects()
     if first:
         _refuse_deferred_state(optimizer)
         if parameters and all(p.is_meta and p.grad is None for p in parameters):
@@ -93,6 +112,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
         if (root := root_of(unit)) is not None:
             root.pools.step()
     reduce_held(parameters)
+    fit_gradients(parameters)
     if first and not any(root_of(unit) is not None for unit in stepped):
         _warn_of_other_model(optimizer, parameters)
     if any(unit.gradients.chooses_dtype for unit in stepped):
@@ -104,36 +124,44 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
     return list({id(r): r for u in stepped if (r := root_of(u)) is not None and u.stepping is None}.values())
 
 
-#: Classes of parameters that a unit owns. Parameters of other classes may be replaced or without values.
-_SHARDED = {ShardedParameter, RaggedParameter}
+#: Classes of parameters that a unit owns. Parameters of other classes may be without values, or old objects.
+_SHARDED = {
+    kind for face in (ShardedParameter, RaggedParameter) for kind in (face, acting_class(face, nn.Parameter))
+}
 
 
-def _refuse_dead(parameters: list[torch.Tensor], kinds: set[type]) -> None:
-    """Raise if another object has replaced one of the parameters at sharding or materialization.
+def refuse_dead(parameters: list[torch.Tensor]) -> set[type]:
+    """Raise if one of an optimizer's parameters has no values yet, or if another object has replaced it at sharding.
 
-    ``kinds`` are the classes of the parameters. This runs in every step, because users may change groups. So it skips
-    sharded parameters.
+    This runs in every step, because users may change groups. So it skips sharded parameters. Returns the classes of the
+    parameters.
     """
+    kinds = set(map(type, parameters))
     if kinds <= _SHARDED:
-        return
+        return kinds
     deferred = {kind for kind in kinds if getattr(kind, DEFERRED, False)}
-    if not deferred and not any(TAKEN in p.__dict__ for p in parameters):
-        return
     for p in parameters:
-        origin = p.__dict__.get(TAKEN)
-        if origin is not None and not isinstance(p, Managed):
-            if not isinstance(origin.sharded, Managed) or unit_of(origin.sharded) is not None:
-                raise RuntimeError(
-                    f"The optimizer holds the old object of parameter {origin.label!r}, from before the model was "
-                    "sharded or materialized, so its step would train nothing. Call "
-                    "shardwright.fully_shard_optimizer(optimizer) after fully_shard, or build the optimizer from "
-                    "model.parameters() afterwards."
-                )
-        elif type(p) in deferred:
+        refuse_if_old(p)
+        if type(p) in deferred:
             raise RuntimeError(
                 f"The optimizer holds a deferred parameter of shape {tuple(p.shape)}, which has no values yet. Call "
                 "shardwright.materialize(model) first."
             )
+    return kinds
+
+
+def _refuse_whole_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the optimizer has state of whole parameters that were sharded since."""
+    for p, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(p, Managed) else ():
+            is_whole = isinstance(value, torch.Tensor) and value.ndim and value.shape == p.shape
+            if is_whole and not hasattr(value, "to_local"):
+                raise RuntimeError(
+                    f"The state {key!r} of this {type(optimizer).__name__} is that of a whole parameter of shape "
+                    f"{tuple(p.shape)}, from before the model was sharded. Call "
+                    "shardwright.fully_shard_optimizer(optimizer), which cuts it like the parameter, or build the "
+                    "optimizer from model.parameters() after fully_shard."
+                )
 
 
 def _refuse_deferred_state(optimizer: torch.optim.Optimizer) -> None:
@@ -175,6 +203,21 @@ def _warn_of_other_model(optimizer: torch.optim.Optimizer, parameters: list[torc
                         stacklevel=3,
                     )
                     return
+
+
+def fit_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Cut each gradient like its sharded parameter, because the user may have replaced it by one that is not."""
+    with quick_attributes():
+        others = [
+            p
+            for p in parameters
+            if type(p) in _SHARDED and (gradient := p.grad) is not None and not is_cut_like(gradient, p)
+        ]
+    for p in others:
+        unit = unit_of(p)
+        managed = unit.managed(p) if unit is not None else None
+        if managed is not None:
+            p.grad = managed.fitted(p.grad)  # type: ignore[arg-type]
 
 
 def reduce_held(parameters: Iterable[torch.Tensor]) -> None:

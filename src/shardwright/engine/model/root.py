@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -59,7 +59,8 @@ class Root:
         caller: the unit of the outermost call; None: no forward runs.
         backward: whether a backward has reached the model and has not ended.
         is_last_backward: whether it is the last backward of a step.
-        selects: whether it computes only gradients of tensors that the user has selected.
+        selected: if the user has selected the tensors that get gradients, the units with parameters among them.
+            Else None.
         full_precision_in_eval: whether root calls in eval mode compute with weights in their storage dtypes.
         full_precision: whether the running or last root call does so.
     """
@@ -73,7 +74,7 @@ class Root:
         self.caller: Unit | None = None
         self.backward = False
         self.is_last_backward = True
-        self.selects = False
+        self.selected: Collection[Unit] | None = None
         self._task: weakref.ref[_Task] | None = None
         options = units[0].options
         depth, nbytes = prefetch_budget(options.prefetch)
@@ -444,13 +445,16 @@ def _backward_failed(error: BaseException) -> None:
 
 
 @contextmanager
-def selecting() -> Iterator[None]:
-    """A context in which backward computes only gradients of selected tensors."""
-    selected = [root for root in roots if not root.selects]
-    for root in selected:
-        root.selects = True
+def selecting(units: Collection[Unit] | None) -> Iterator[None]:
+    """A context in which backward computes only gradients of selected tensors, with parameters of these units.
+
+    None: the gradients of all tensors.
+    """
+    before = [(root, root.selected) for root in roots]
+    for root, _ in before:
+        root.selected = units
     try:
         yield
     finally:
-        for root in selected:
-            root.selects = False
+        for root, selected in before:
+            root.selected = selected

@@ -67,6 +67,7 @@ class Extension:
         self._kinds: list[tuple[int, torch.dtype]] = []
         self._slabs: list[Slab] = []
         self._outputs: list[torch.Tensor] = []
+        self._received: list[torch.Tensor] = []  #: the same memory as bytes, while it is received
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
         self._full: torch.Tensor | None = None
 
@@ -99,8 +100,7 @@ class Extension:
         self._make_outputs([(t.numel(), t.dtype) for t in inputs], local.device)
         for slab in self._slabs:
             slab.lease()
-        received = [t.view(torch.uint8) for t in self._outputs]
-        return received, [t.contiguous().view(-1).view(torch.uint8) for t in inputs]
+        return list(self._received), [t.contiguous().view(-1).view(torch.uint8) for t in inputs]
 
     def _check_rows(self, local: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         rows, n = self._spec.shape[0], self._mesh.size()
@@ -118,16 +118,20 @@ class Extension:
         if kinds == self._kinds:
             return
         n = self._mesh.size()
-        self._kinds, self._slabs, self._outputs, self._full = kinds, [], [], None
+        self._kinds, self._slabs, self._outputs, self._received, self._full = kinds, [], [], [], None
         for numel, dtype in kinds:
             slab = Slab(n * numel * dtype.itemsize, device, "parameters", self._owner)
             slab.lease()
             self._slabs.append(slab)
             self._outputs.append(slab.view(dtype, 0, (n * numel,)))
+            with slab.landing():
+                self._received.append(slab.landing_view(torch.uint8, 0, (slab.nbytes,)))
 
     @torch.no_grad()
     def finish(self, local: Any, shown: nn.Parameter) -> torch.Tensor | None:
         """After the gather: fill ``shown``, or return the tensor for a new full parameter."""
+        for slab in self._slabs:
+            slab.reveal()
         outputs = tuple(t.view(-1, *size[1:]) for t, size in zip(self._outputs, self._sizes, strict=True))
         metadata, self._metadata = self._metadata, None
         if self._full is not None:

@@ -29,7 +29,7 @@ from shardwright._torch import (
 from shardwright.comm import Communicator
 from shardwright.engine.tensors.gathering import full_of
 from shardwright.engine.tensors.naming import parameter_behind, parameter_of
-from shardwright.engine.tensors.reading import agree_to_read
+from shardwright.engine.tensors.reading import BESIDE, NUMBER, agree_to_read
 from shardwright.engine.tensors.through_whole import refuse, with_part
 from shardwright.engine.tensors.unset import FILLING
 
@@ -218,7 +218,11 @@ def _agree(func: Any, sharded: list[DTensor], plain: list[torch.Tensor]) -> None
     device, groups = torch.device(mesh.device_type), [mesh.get_group(axis) for axis in axes]
     if any(Communicator(group, device).exchanges for group in groups):
         text = [str(func), *(f"{t.placements} {t.dtype} {t.shape}" for t in sharded), *map(_digest, plain)]
-        agree_to_read(groups, device, " ".join(text))
+        try:
+            agree_to_read(groups, device, " ".join(text), BESIDE if plain else NUMBER)
+        except RuntimeError as error:
+            error.add_note(f"The operation is {func}, on {label(sharded)}.")
+            raise
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,10 +20,13 @@ from shardwright._torch import (
     called_by_parameter,
     called_by_split_backward,
     dispatches,
+    grad_of,
     is_made_of_tensors,
     local_of,
+    moved_into,
     rebind,
-    share_gradient_hooks,
+    set_class,
+    set_grad,
     storage_key,
     tree_leaves,
 )
@@ -31,6 +34,16 @@ from shardwright.engine.tensors.averaging import OWN, RECIPE
 from shardwright.engine.tensors.cut import Cut
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
 from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.same_object import (
+    BODY,
+    TAKEN,
+    Exchanged,
+    acting_class,
+    acts,
+    base_of,
+    full_class,
+    keep_object,
+)
 from shardwright.engine.tensors.sharded_tensor import (
     BESIDE_PLAIN,
     EDITED,
@@ -41,8 +54,6 @@ from shardwright.engine.tensors.sharded_tensor import (
 from shardwright.engine.tensors.summed import forget_hooks
 from shardwright.engine.tensors.unset import unmark
 
-#: Set on a parameter that a unit has taken over, so that tied weights and optimizers built too early are noticed.
-TAKEN = "_shardwright_taken_by"
 #: Set on a sharded parameter: a weak reference to its unit.
 UNIT_OF = "_shardwright_unit_of"
 #: Set on a full parameter: the function to call when user code gets its ``.data``.
@@ -60,14 +71,8 @@ _NOT_COPIED = {
     RECIPE,
     BESIDE_PLAIN,
     "_is_param",
+    *BODY,
 }  #: attributes of a parameter that its sharded and full forms do not get
-
-
-class Taken(NamedTuple):
-    """The sharded parameter that replaced a parameter, and a name for messages."""
-
-    label: str
-    sharded: nn.Parameter
 
 
 class Managed(torch.Tensor):
@@ -95,7 +100,8 @@ class Managed(torch.Tensor):
     def detach(self) -> torch.Tensor:
         alias = super().detach()
         if not torch.compiler.is_compiling() and called_by_parameter():
-            alias.__class__ = type(self)  # as expected; it has no unit until one adopts it
+            # As expected. It has no unit until one adopts it.
+            alias = moved_into(type(self), alias) if acts(self) else as_class(type(self), alias)
         return alias
 
     def view_as(self, other: torch.Tensor) -> torch.Tensor:
@@ -110,9 +116,10 @@ class Managed(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
-        memo[id(self)] = result = nn.Parameter(self._copy(), requires_grad=self.requires_grad)
+        result = nn.Parameter(self._copy(), requires_grad=self.requires_grad)
+        memo[id(self)] = result = moved_into(type(self), result) if acts(self) else result
         for key, value in self.__dict__.items():
-            if key != UNIT_OF:
+            if key != UNIT_OF and key not in BODY:
                 result.__dict__[key] = copy.deepcopy(value, memo)
         return result  # without gradient, as copies of plain parameters are
 
@@ -147,6 +154,57 @@ class RaggedParameter(Managed, RaggedTensor):  # type: ignore[misc]
         return RaggedTensor(self._local_tensor.detach().clone(), self.spec)
 
 
+class _Holding(torch.Tensor):
+    """A sharded parameter while its unit holds gradients of micro-batches, which are not in ``.grad`` yet.
+
+    An assignment to ``.grad`` replaces the gradients so far, so the unit must drop those that it holds. Parameters have
+    these classes only for that time, because a property makes every access to ``.grad`` slower.
+    """
+
+    __slots__ = ()
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        return grad_of(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        set_grad(self, value)
+        unit = unit_of(self)
+        if unit is not None:
+            unit.gradients.drop({id(self)})
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+class HoldingShardedParameter(_Holding, ShardedParameter):  # type: ignore[metaclass,misc]
+    """See :class:`_Holding`."""
+
+    __slots__ = ()
+
+
+class HoldingRaggedParameter(_Holding, RaggedParameter):  # type: ignore[misc]
+    """See :class:`_Holding`."""
+
+    __slots__ = ()
+
+
+_HOLDING: dict[type, type] = {
+    ShardedParameter: HoldingShardedParameter,
+    RaggedParameter: HoldingRaggedParameter,
+}
+_NOT_HOLDING = {holding: ordinary for ordinary, holding in _HOLDING.items()}
+
+
+def hear_of_gradients(parameters: Iterable[torch.Tensor], hear: bool) -> None:
+    """Let sharded parameters tell their unit of assignments to ``.grad``, or no longer."""
+    classes = _HOLDING if hear else _NOT_HOLDING
+    for p in parameters:
+        p.__class__ = classes.get(type(p), type(p))
+
+
 def become(sharded: Any, new: Any) -> None:
     """Give the object ``sharded`` the content of ``new``, which is sharded in the same way."""
     # From now on a parameter that was made from a view of another one has a separate local tensor.
@@ -160,7 +218,7 @@ def become(sharded: Any, new: Any) -> None:
 
 
 # torch's stager of asynchronous checkpoints copies only attributes in the class's own slots.
-for _cls in (ShardedTensor, ShardedCopy, ShardedParameter):
+for _cls in (ShardedTensor, ShardedCopy, ShardedParameter, HoldingShardedParameter):
     _cls.__slots__ = DTensor.__slots__  # type: ignore[assignment]
 
 
@@ -189,6 +247,31 @@ class Full(torch.Tensor):
             )
         with torch.no_grad():
             self.copy_(value)  # earlier graphs view the same memory in the slab, and must now raise an error
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        own = grad_of(self)
+        if own is None and not called_by_compiler():
+            self._check_no_gradient("read")
+        return own
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self._check_no_gradient("changed")
+        set_grad(self, value)
+
+    def _check_no_gradient(self, done: str) -> None:
+        """Raise if a running forward reads or changes the gradient so far, which the sharded parameter has."""
+        sharded: Any = self.__dict__.get(STANDS_FOR)
+        unit = unit_of(sharded) if sharded is not None else None
+        if unit is None or not unit.activity.calls:
+            return
+        if done == "changed" or unit.gradients.held or grad_of(sharded) is not None:
+            raise RuntimeError(
+                f"The gradient of a parameter of unit {unit.name!r}, of shape {tuple(self.shape)}, was {done} while "
+                "its forward runs, when modules have the full weight and no gradients. Use .grad of the model's "
+                "parameters() before or after the forward; p.grad.full_tensor() is the whole gradient."
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -241,6 +324,20 @@ def refuse_while_deferring(doing: str) -> None:
             f"{doing} was called inside deferred_init, which records operations and does not run them. Call it after "
             "the context."
         )
+
+
+def is_cut_like(gradient: torch.Tensor, parameter: Any) -> bool:
+    """Return whether a gradient of a sharded parameter is cut as the parameter is."""
+    if isinstance(parameter, RaggedTensor):
+        return isinstance(gradient, RaggedTensor) and (
+            gradient.spec is parameter.spec or gradient.spec == parameter.spec
+        )
+    if not isinstance(gradient, DTensor):
+        return False
+    own, of_parameter = gradient._spec, parameter._spec
+    return own.placements == of_parameter.placements and (
+        own.mesh is of_parameter.mesh or own.mesh == of_parameter.mesh
+    )
 
 
 def unit_of(parameter: torch.Tensor) -> Any:
@@ -341,6 +438,23 @@ class ManagedParameter:
         self.local.copy_(self.cut.part_of(source))
         unmark(self.local)
 
+    def keep_object(self, original: nn.Parameter, owner: str) -> Exchanged | None:
+        """Let ``original``, from which this was built, be the sharded parameter, if possible."""
+        label = f"{self.name!r} of unit {owner!r}"
+        self.sharded, exchanged = keep_object(original, self.sharded, label, not has_no_values(original))
+        self.full.__dict__[STANDS_FOR] = self.sharded
+        return exchanged
+
+    def fitted(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient, cut like the parameter. Users replace gradients by whole ones and by others' cuts.
+
+        This communicates only if ``gradient`` is cut in another way, so every rank must call it.
+        """
+        if is_cut_like(gradient, self.sharded):
+            return gradient
+        part = self.cut.part_of(gradient)
+        return self.cut.wrap(part.clone(memory_format=torch.contiguous_format))  # type: ignore[no-any-return]
+
     def adopt_full(self, tensor: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Set the full form of an extended parameter after its first gather."""
         self.full = self.view = listen(nn.Parameter(tensor), on_gradient, self.sharded.requires_grad)
@@ -390,19 +504,18 @@ def build(
 ) -> ManagedParameter:
     """Make both forms, keep the original's attributes, and call ``on_gradient`` with every full gradient.
 
-    A parameter that is already sharded stays the same object, since optimizers may hold it.
+    A parameter that is already sharded stays the same object. Others do so by :meth:`ManagedParameter.keep_object`.
     """
     sharded: Any = nn.Parameter(cut.wrap(local), requires_grad=original.requires_grad)
     kind = RaggedParameter if isinstance(sharded, RaggedTensor) else ShardedParameter
-    same_kind = isinstance(original, DTensor if kind is ShardedParameter else RaggedTensor)
-    on_meta = original.is_meta  # a tensor that has memory cannot take its place
-    if same_kind and not on_meta and original.device_mesh == sharded.device_mesh:  # type: ignore[attr-defined]
+    base = base_of(type(original))
+    if stays_sharded(original, sharded):
         become(original, sharded)
         sharded = original
+        set_class(sharded, acting_class(kind, base) if acts(sharded) else kind)
     else:
         forget_hooks(original)  # it cut gradients as the old form was sharded
-        share_gradient_hooks(original, sharded)
-    sharded.__class__ = kind
+        sharded.__class__ = kind
     if is_extended(local):  # this object, or its class, of which making a parameter takes an alias
         sharded._local_tensor = local
     shown = full if cut.parallel is None else cut.parallel.wrap(full)
@@ -415,8 +528,15 @@ def build(
         listen(full_parameter, on_gradient, original.requires_grad)
     full_parameter.__dict__[ON_DATA] = on_data
     full_parameter.__dict__[STANDS_FOR] = sharded
-    full_parameter.__class__ = FullParameter if shown is full else FullDTensor
+    full_parameter.__class__ = full_class(FullParameter, base) if shown is full else FullDTensor
     return ManagedParameter(cut, slots, sharded, local_of(sharded), full_parameter)
+
+
+def stays_sharded(original: Any, sharded: Any) -> bool:
+    """Whether ``original`` is sharded in the same way, so that it can become ``sharded`` by its data alone."""
+    same_kind = isinstance(original, RaggedTensor if isinstance(sharded, RaggedTensor) else DTensor)
+    # A tensor that has memory cannot take the place of one on the meta device.
+    return same_kind and not original.is_meta and bool(original.device_mesh == sharded.device_mesh)
 
 
 def _attributes_of(original: nn.Parameter) -> dict[str, Any]:

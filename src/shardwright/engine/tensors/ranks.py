@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwright.comm import Communicator
+from shardwright.engine.tensors.mesh_order import ascending
 from shardwright.engine.tensors.ragged_spec import group_of
 from shardwright.engine.tensors.tensor_parallel import Spmd
 from shardwright.layout import Strategy
@@ -31,7 +32,7 @@ class Ranks:
     """The ranks of a unit.
 
     Attributes:
-        mesh: the data-parallel mesh.
+        mesh: the data-parallel mesh. Its ranks ascend, in whatever order :func:`fully_shard` got them.
         spmd: the whole mesh of all parameters, if ``dp_mesh_dims`` was passed.
         parts, part: the number of shards of a parameter, and the number of this rank's shard.
         size: number of data-parallel ranks, by which gradients are divided.
@@ -50,7 +51,7 @@ class Ranks:
         communicator: MakeCommunicator,
         spmd: Spmd | None = None,
     ) -> None:
-        self.mesh = mesh
+        self.mesh = mesh = ascending(mesh)
         self.spmd = spmd
         self.strategy = strategy
         self.size = mesh.size()
@@ -104,6 +105,10 @@ class Ranks:
         return tuple(
             Shard(dim) if dim is not None and axis in cut else Replicate() for axis in range(self.mesh.ndim)
         )
+
+    def is_of(self, mesh: DeviceMesh | None) -> bool:
+        """Return whether these are the ranks of this mesh, also if it has them in another order than :attr:`mesh`."""
+        return mesh is not None and (mesh == self.mesh or ascending(mesh) == self.mesh)
 
     def same(self, other: Ranks) -> bool:
         """Whether both are the ranks of one mesh."""

@@ -21,8 +21,9 @@ LIMIT = timedelta(seconds=30)
 #: The event in the record of a rank that reads. Events of ``model/divergence.py`` are smaller numbers.
 READ = 7
 #: The kind of read, in place of a unit's number: a number of a tensor, the full parameters of a model, the states of
-#: random generators, the gradient of a value that was read, or a value that is joined with a tensor.
-NUMBER, FULL, DRAW, GRADIENT, VALUE = range(5)
+#: random generators, the gradient of a value that was read, a value that is joined with a tensor, or a tensor that
+#: backward computes with beside a plain one.
+NUMBER, FULL, DRAW, GRADIENT, VALUE, BESIDE = range(6)
 #: Time that a rank waits for the others in ``unsharded``. A rank may save or evaluate alone before.
 LIMIT_OF_FULL = timedelta(minutes=2)
 
@@ -62,25 +63,34 @@ KINDS = (
         "a value and a sharded parameter outside forward",
         "The value must be equal on every rank. To weigh a penalty by a rank's own factor, multiply its sum.",
     ),
+    ReadKind(
+        ("computes", "compute"),
+        "in backward, as in a hook, with a sharded parameter and a plain tensor, which differs by rank",
+        "The plain tensor must be equal on every rank. A hook that needs a weight for this rank's own data can use a "
+        "copy that its module's forward made, such as self.weight.detach().clone().",
+    ),
 )
 
 #: Called if only some ranks read. It raises an error that says what the others do (``model/divergence.py``).
 refuse_divergence: list[Callable[[Communicator, list[list[int]]], None]] = []
 
 
-def agree_to_read(groups: Iterable[dist.ProcessGroup], device: torch.device, what: str) -> None:
+def agree_to_read(
+    groups: Iterable[dist.ProcessGroup], device: torch.device, what: str, kind: int = NUMBER
+) -> None:
     """Meet the ranks over which a tensor is about to be summed or gathered, on gloo.
 
     Args:
         groups: the process groups of the sum or gather, one after another.
         device: the device of their communication.
         what: a number for the kind of tensor, equal on every rank.
+        kind: of :data:`KINDS`.
 
     Raises:
         RuntimeError: another rank does something else, has ended, or does not come in time.
     """
     for group in groups:
-        agree_to_read_over(Communicator(group, device), NUMBER, what)
+        agree_to_read_over(Communicator(group, device), kind, what)
 
 
 def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> bool:
@@ -113,7 +123,7 @@ def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> bool:
         action = texts.get(number, "") if event == READ else "run a unit of a model"
         actions.setdefault(action, []).append(rank)
     doing = "; ".join(f"ranks {ranks} {action}" for action, ranks in actions.items())
-    same = ", but these are not all the same" if len(actions) == 1 else ""
+    same = ", but these are not all the same" if len(actions) == 1 and kind != BESIDE else ""
     raise RuntimeError(f"The ranks have diverged: {doing}{same}. {KINDS[kind].way_out}")
 
 

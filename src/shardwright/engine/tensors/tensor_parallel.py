@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwright._torch import DataParallelMeshDims, StridedShard, concatenated, flattened, local_of, waited
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly
+from shardwright.engine.tensors.mesh_order import check_ascends
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -158,13 +159,14 @@ def both_meshes(data: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
     """The mesh of the axes of ``data`` and then of ``other``.
 
     Raises:
-        ValueError: they are not parts of one named mesh, or overlap.
+        ValueError: they are not parts of one named mesh whose ranks ascend, or overlap.
     """
     for both, pair in _meshes.items():
         if pair == (data, other) and _is_of(both, data, other):
             return both
     if data.mesh_dim_names is None or other.mesh_dim_names is None:
         raise ValueError(f"the meshes {data} and {other} must have mesh_dim_names and be parts of one mesh")
+    check_ascends(other, data)
     try:
         both = concatenated(data, other)
     except RuntimeError as error:
@@ -203,7 +205,7 @@ def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceM
     """The data-parallel mesh that ``dims`` names, replicas outside and shards inside; several names become one axis.
 
     Raises:
-        ValueError: no name is given, or one is not of the mesh.
+        ValueError: no name is given, or one is not of the mesh. Or its ranks do not ascend along every dimension.
     """
     shard, replicate = (
         (field,) if isinstance(field, str) else tuple(field or ()) for field in (dims.shard, dims.replicate)
@@ -218,6 +220,7 @@ def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceM
             f"dp_mesh_dims names mesh dimensions {replicate} that replicate and {shard} that shard; expected one or "
             f"more of the mesh's names, {names_of_mesh}, each once."
         )
+    check_ascends(mesh)
     parts = [
         mesh[names[0]] if len(names) == 1 else flattened(mesh[names]) for names in (replicate, shard) if names
     ]

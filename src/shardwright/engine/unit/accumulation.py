@@ -16,6 +16,7 @@ from shardwright.engine.base.offload import Host
 from shardwright.engine.base.settings import Settings, Transport
 from shardwright.engine.gradients.due import Due, Held, due
 from shardwright.engine.gradients.reduction import Reduction
+from shardwright.engine.tensors.parameter import hear_of_gradients
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.weights.weights import Weights
 from shardwright.layout import GradientDtypes, Packing, plan_packing
@@ -59,6 +60,10 @@ class Gradients:
         self._plans: dict[tuple[bool, ...], list[Reduction]] = {}  #: by requires_grad, the newest last
         self.held = Held.NOTHING
         self._held_before = Held.NOTHING  #: at the begin of the running reduction
+        self._dropped: set[int] = (
+            set()
+        )  #: ids of sharded parameters whose held gradients the user has dropped
+        self._hears = False  #: whether the sharded parameters tell of assignments to ``.grad``
         self._trainable: tuple[bool, ...] | None = None
         self.arriving = False
         self.overdue = False
@@ -122,6 +127,7 @@ class Gradients:
 
     def reduce(self, place: Place, settings: Settings, needed: bool, completes: bool, fill: bool) -> bool:
         """Reduce the gradients, zeros where there are none, or hold them. Returns whether a reduction was begun."""
+        self._leave_out_dropped()
         action = due(
             sync=settings.sync,
             completes=completes,
@@ -134,8 +140,10 @@ class Gradients:
             for reduction in self.reductions:
                 if reduction.has_gradients():
                     reduction.hold()
+            self._hear_of_gradients()
             return False
         self._held_before, self.held = self.held, action.leaves if self.reductions else Held.NOTHING
+        self._hear_of_gradients()
         if not self.reductions:
             return False
         place.home.reductions.make_room(place.number)
@@ -177,6 +185,7 @@ class Gradients:
             reduction.discard()
         self.held = max(self.held, self._held_before)
         self._held_before = Held.NOTHING
+        self._hear_of_gradients()
 
     # -- what is held --------------------------------------------------------------------------------------------
 
@@ -186,13 +195,40 @@ class Gradients:
             self.reductions = [r for r in self.reductions if not r.retired]
 
     def forget(self, among: set[int] | None = None) -> None:
-        """After ``zero_grad``: drop held sums (if all parameters are ``among`` the ids given) and gradients' memory."""
-        if self.held and (among is None or all(id(p) in among for p in self._weights.forms.shardeds)):
+        """After ``zero_grad`` of the parameters with these ids (None: all): drop held sums and gradients' memory."""
+        self.drop(among)
+        self.release_unused()
+
+    def drop(self, among: set[int] | None = None) -> None:
+        """Drop the held gradients of the parameters with these ids (None: all), because the user has dropped them.
+
+        If others of the unit stay, this is done when the held gradients are used next.
+        """
+        if not self.held:
+            return
+        shardeds = self._weights.forms.shardeds
+        if among is not None:
+            self._dropped.update(id(p) for p in shardeds if id(p) in among)
+        if among is None or all(id(p) in self._dropped or not p.requires_grad for p in shardeds):
             for reduction in self.reductions:
                 reduction.drop_held()
             self.held = Held.NOTHING
+            self._dropped.clear()
             self._drop_retired()
-        self.release_unused()
+            self._hear_of_gradients()
+
+    def _leave_out_dropped(self) -> None:
+        """Take the gradients that the user has dropped out of the held sums."""
+        if self._dropped:
+            dropped, self._dropped = self._dropped, set()
+            for reduction in self.reductions:
+                reduction.leave_out(dropped)
+
+    def _hear_of_gradients(self) -> None:
+        """Hear of assignments to ``.grad`` exactly while gradients are held."""
+        if self._hears != bool(self.held):
+            self._hears = bool(self.held)
+            hear_of_gradients(self._weights.forms.shardeds, self._hears)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -203,9 +239,15 @@ class Gradients:
         finally:
             self.held = held
 
+    def held_reductions(self) -> list[Reduction]:
+        """Return the reductions if they hold gradients, without those that the user has dropped; else none."""
+        self._leave_out_dropped()
+        return self.reductions if self.held else []
+
     def take_held(self, others: list[Reduction], transport: Transport) -> None:
         """Take the held gradients of the earlier memory, for the same parameters."""
         self.held = Held.WHOLE
+        self._hear_of_gradients()
         self.reductions = [r for r in self.reductions if not r.retired]
         packings = {r.packing: r for r in self.reductions}
         for other in others:

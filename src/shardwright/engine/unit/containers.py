@@ -86,8 +86,12 @@ def _copy_attributes(old: Any, new: Any, new_by_old: dict[int, Any]) -> None:
 # -- cycles ------------------------------------------------------------------------------------------------------------
 
 
+class CycleError(ValueError):
+    """A container among the inputs or outputs of a unit contains itself."""
+
+
 def refuse_cycle(tree: Any) -> None:
-    """Raise ValueError if a container in ``tree`` contains itself."""
+    """Raise CycleError if a container in ``tree`` contains itself."""
     names: list[str] = []  #: of the present path
     inside: dict[int, int] = {}  #: containers on the path, and the lengths of their paths
     todo: list[tuple[int, str, Any]] = [(0, "", tree)]
@@ -98,7 +102,7 @@ def refuse_cycle(tree: Any) -> None:
         names.append(name)
         if id(value) in inside:
             start = inside[id(value)] + 1
-            raise ValueError(
+            raise CycleError(
                 f"A {type(value).__name__} among the inputs or outputs of a unit contains itself: "
                 f"x{''.join(names[start:])} is x, with x at {''.join(names[1:start]) or 'the top'}. The engine looks "
                 "for tensors in it and would never end. Break the cycle, or keep the reference in an object of another "

@@ -14,15 +14,14 @@ from shardwright.engine.assembly.find import UNIT, UnitParameters, find_paramete
 from shardwright.engine.tensors.averaging import ScaleGradient, forget_scale, register
 from shardwright.engine.tensors.naming import remember
 from shardwright.engine.tensors.parameter import (
-    TAKEN,
     UNIT_OF,
     Managed,
     ManagedParameter,
-    Taken,
     has_no_values,
     unit_of,
 )
 from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.same_object import Exchanged, Taken, refuse_old_object
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete
 
@@ -43,26 +42,31 @@ def newest_serial() -> int:
 
 
 @torch.inference_mode(False)
-def own_parameters(unit: Unit, unit_parameters: UnitParameters) -> None:
-    """Make the unit's memory, and put the sharded parameters into the modules."""
+def own_parameters(
+    unit: Unit, unit_parameters: UnitParameters, exchanged: list[Exchanged] | None = None
+) -> None:
+    """Make the unit's memory, and put the sharded parameters into the modules.
+
+    Adds to ``exchanged`` the objects that become sharded parameters.
+    """
     owned = unit_parameters.owned
     unset = unit.without_values()  # a change of dtype does not give them any
     moved = [p for _, p, _, _ in owned if isinstance(p, Managed) and unit.managed(p) is None]
     for other in _units if moved else ():
         unset.update(other.values.give_up(moved))
-    built = build_memory(owned, unit.site, unit.arguments)
+    built = build_memory(owned, unit.site, unit.arguments, exchanged)
     unit.own(built)
     parameters = built.parameters
-    for p, (_, original, _, _) in zip(parameters, owned, strict=True):
-        if original in unset or has_no_values(original):
-            unit.values.expect(p, unset.get(original, original), unit.name)
+    for p, (_, original, _, _), before in zip(parameters, owned, built.before, strict=True):
+        if original in unset or has_no_values(before):
+            unit.values.expect(p, unset.get(original, before), unit.name)
     ref = weakref.ref(unit)
     for p, (_, original, _, _) in zip(parameters, owned, strict=True):
         setattr(p.sharded, UNIT_OF, ref)
         remember(unit, p.sharded)
         scale_direct_gradients(unit, p.sharded)
         if original is not p.sharded:
-            setattr(original, TAKEN, Taken(f"{p.name} of {unit.name}", p.sharded))
+            refuse_old_object(original, Taken(f"{p.name} of {unit.name}", p.sharded))
         p.show(p.sharded)
 
 
@@ -106,20 +110,24 @@ def borrow_parameters(unit: Unit, unit_parameters: UnitParameters) -> None:
         )  # its call may be around this one
 
 
-def take_over(units: list[Unit], parameters_of_units: list[UnitParameters]) -> None:
+def take_over(
+    units: list[Unit],
+    parameters_of_units: list[UnitParameters],
+    exchanged: list[Exchanged] | None = None,
+) -> None:
     """Let a unit and its siblings own the parameters that were found for each. The first borrows those of the
-    others."""
+    others. Adds to ``exchanged`` the objects that become sharded parameters."""
     main, *siblings = units
     _units.update(units)
     borrowed = []
     for unit, unit_parameters in zip(siblings, parameters_of_units[1:], strict=True):
         unit.main = weakref.ref(main)
-        own_parameters(unit, unit_parameters)
+        own_parameters(unit, unit_parameters, exchanged)
         borrow_parameters(unit, unit_parameters)
         borrowed += [(p.sharded, slot) for p in unit.parameters for slot in p.slots]
     main.siblings = siblings
     if parameters_of_units[0].owned:
-        own_parameters(main, parameters_of_units[0])
+        own_parameters(main, parameters_of_units[0], exchanged)
     borrow_parameters(
         main, UnitParameters(parameters_of_units[0].owned, [*parameters_of_units[0].borrowed, *borrowed])
     )
@@ -241,7 +249,7 @@ def remake(unit: Unit) -> None:
     for owned in unit_parameters.owned:
         owned.slots.extend(slot for sharded, slot in lent if sharded is owned.parameter)
     before = unit.parameters
-    reductions = unit.gradients.reductions if unit.gradients.held else []
+    reductions = unit.gradients.held_reductions()
     sharded_ids = {id(p.sharded) for p in before}
     if not any(id(owned.parameter) in sharded_ids for owned in unit_parameters.owned):
         reductions = []  # it belongs to replaced parameters, like a plain parameter's .grad

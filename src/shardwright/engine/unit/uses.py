@@ -89,7 +89,7 @@ def _keeps_after_forward(unit: Unit) -> bool:
 
 def fills(unit: Unit) -> bool:
     """Whether this backward gives unused parameters gradients of zero. A backward to selected tensors does not."""
-    return unit.settings.fills_unused and not (unit.root is not None and unit.root.selects)
+    return unit.settings.fills_unused and not (unit.root is not None and unit.root.selected is not None)
 
 
 def reduces_now(unit: Unit) -> bool:
@@ -115,6 +115,8 @@ def reduce(unit: Unit, needed: bool = False) -> None:
     assert root is not None
     assert place is not None
     if stepping is not None:
+        if root.selected is not None and unit not in root.selected:
+            return  # there are no new gradients, and a reduction would step those of earlier micro-batches
         forget_stepped(unit.weights.forms.shardeds)
         stepping.due = False  # the running reduction is stepped together with this one
     begun = unit.gradients.reduce(place, settings, needed, _reduces_all(unit), fills(unit))

@@ -49,7 +49,7 @@ class Copy:
         self.forms = forms
         self._shards = sorted(shards_in_place, key=torch.Tensor.data_ptr)
         self._storages = {storage_key(shard) for shard in shards_in_place}
-        self.counters = FullCounters([t for i in range(len(forms)) for t in self.counted(i)])
+        self.counters = FullCounters([t for i in range(len(forms)) for t in self.counted(i)], owner)
 
     def has(self, address: int) -> bool:
         """Whether the full weights have a byte at this address."""
@@ -125,7 +125,7 @@ class Copies:
         self.stored: Copy | None = None
         full = gather.outputs[:-1]
         self.secondary = (
-            SecondaryShard(site.neighbours, full, slab.nbytes, site.owner)
+            SecondaryShard(site.neighbours, full, slab, site.owner)
             if site.neighbours is not None and full
             else None
         )
@@ -138,18 +138,19 @@ class Copies:
             places = [i for i, p in enumerate(self._parameters) if p.extension]
             detail |= zlib.crc32(repr(places).encode())
         cuts = [p.cut for p in self._parameters]
-        return plan_gather(
-            layout,
-            self._shards,
-            cuts,
-            slab,
-            site.ranks,
-            self.transport,
-            owner,
-            site.reads,
-            extend,
-            detail,
-        )
+        with slab.landing():
+            return plan_gather(
+                layout,
+                self._shards,
+                cuts,
+                slab,
+                site.ranks,
+                self.transport,
+                owner,
+                site.reads,
+                extend,
+                detail,
+            )
 
     @property
     def extended_kinds(self) -> str:
@@ -223,18 +224,19 @@ class Copies:
         if self.stored is not None:
             self.stored.gather.drop()
 
-    def counters(self, places: list[int]) -> list[torch.Tensor]:
-        """The tensors whose version counters increase with edits of these parameters' full forms.
+    def count_edits(self, places: list[int]) -> None:
+        """Increase the version counters of the full forms of these parameters, whose shards were edited.
 
         Includes a copy that is not in use, because graphs over its memory must notice the edit.
         """
-        if len(places) == len(self._parameters) and self.stored is None:
-            return self.current.counters.tensors  # the usual case, after an optimizer's step
-        tensors = [t for i in places for t in self._parameters[i].counters]
+        counters = self.current.counters
+        if len(places) == len(self._parameters):  # the usual case, after an optimizer's step
+            counters.advance(counters.tensors)
+        else:
+            counters.advance([t for i in places for t in self._parameters[i].counters])
         if self.stored is not None:
             other = self.training if self.current is self.stored else self.stored
-            tensors += [t for i in places for t in other.counted(i)]
-        return tensors
+            other.counters.advance([t for i in places for t in other.counted(i)])
 
 
 def _forms(

@@ -302,7 +302,10 @@ def plan_gather(
         hops.append(Hop(comm, inputs, outputs, between, i == len(ranks.once) - 1, detail))
         inputs = outputs
     sizes = [nbytes * layout.world_size for nbytes in pieces.sizes]
-    outputs = [slab.byte_view(*place) for place in zip(pieces.offsets, sizes, strict=True)]
+    outputs = [
+        slab.landing_view(torch.uint8, offset, (nbytes,))
+        for offset, nbytes in zip(pieces.offsets, sizes, strict=True)
+    ]
     stages: list[Stage] = []
     if upload is not None and reads is not None:
         stages.append(Upload(*upload, reads, hops[0] if hops else None))
@@ -355,7 +358,8 @@ def _prepare(
                 if full is None:
                     target = cast.view(run.compute_dtype, cast_bytes // size + s.shard_offset, (s.chunk,))
                 else:
-                    target = full.view(run.compute_dtype, run.slab_bytes // size + s.slab_offset, (s.chunk,))
+                    offset = run.slab_bytes // size + s.slab_offset
+                    target = full.landing_view(run.compute_dtype, offset, (s.chunk,))
                 if cut is None:
                     casts[0].append(target)
                     casts[1].append(payload)
@@ -402,16 +406,20 @@ class SecondaryShard:
         slab: memory of this rank's part.
     """
 
-    def __init__(self, comm: Communicator, full: list[torch.Tensor], nbytes: int, owner: Owner) -> None:
+    def __init__(self, comm: Communicator, full: list[torch.Tensor], weights: Slab, owner: Owner) -> None:
+        """``full``: where a gather writes the full weights, as bytes, whose memory is that of ``weights``."""
         sizes = [t.numel() // comm.world_size for t in full]
-        self._sources = [t.narrow(0, comm.rank * size, size) for t, size in zip(full, sizes, strict=True)]
+        self._sources = [
+            weights.byte_view(int(t.storage_offset()) + comm.rank * size, size)
+            for t, size in zip(full, sizes, strict=True)
+        ]
         self.slab = Slab(sum(sizes), full[0].device, "secondary shard", owner)
         self.slab.lease()
         ends = list(itertools.accumulate(sizes))
         self._parts = [self.slab.byte_view(end - size, size) for end, size in zip(ends, sizes, strict=True)]
         self.slab.release()
         self._copies = widened(self._parts, self._sources)
-        self.gather = Gather(comm, full, self._parts, nbytes)
+        self.gather = Gather(comm, full, self._parts, weights.nbytes)
         self._header = torch.zeros(HEADER, dtype=torch.int64, device=comm.device).view(torch.uint8)
         self.epoch = NEVER
 

@@ -1,14 +1,23 @@
-"""Detects changes of weights: with version counters, and an epoch that increases with each edit of the shards."""
+"""Detects changes of weights: with version counters, and an epoch that increases with each edit of the shards.
+
+The version counters also detect reads of weights that are not there. Autograd keeps the counter's number with each
+tensor that it saves and compares it before backward reads the tensor. While the full weights of a unit are not
+gathered, their counters have a number that no saved tensor has, so such a read raises an error. It costs nothing per
+operation.
+"""
 
 from __future__ import annotations
 
+import itertools
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwright._torch import increment_version, quick_attributes
+from shardwright._torch import increment_version, quick_attributes, set_versions
 from shardwright.engine.tensors.parameter import ManagedParameter
+from shardwright.memory import Owner
 
 NEVER = -1  #: the epoch of memory without weights
 _version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
@@ -69,13 +78,38 @@ class Ledger:
         self.epoch += 1
 
 
+#: Counters of weights that are not gathered have numbers from here on. Each unit has one, so that an error of autograd,
+#: which mentions the number, can name the unit. Counters have 32 bits, and real edits never count so far.
+_HIDDEN = 1 << 31
+_numbers = itertools.count(_HIDDEN)
+_hidden: weakref.WeakValueDictionary[int, FullCounters] = weakref.WeakValueDictionary()
+
+
+def unit_of_version(version: int) -> str | None:
+    """Return the name of the unit whose weights have this version number while they are not gathered."""
+    counters = _hidden.get(version)
+    return None if counters is None else counters.owner.name
+
+
 class FullCounters:
-    """Edits of full parameters, in one precision."""
+    """The version counters of a unit's full parameters, in one precision. They count edits, and they make autograd
+    refuse the parameters while they are hidden.
 
-    __slots__ = ("_versions", "tensors")
+    Attributes:
+        tensors: the tensors that have the counters.
+        owner: the owner of the parameters' memory.
+    """
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    __slots__ = ("__weakref__", "_all", "_number", "_real", "_versions", "owner", "tensors")
+
+    def __init__(self, tensors: list[torch.Tensor], owner: Owner) -> None:
         self.tensors = tensors
+        self.owner = owner
+        self._all = tuple(tensors)
+        self._real: list[int] | None = None  #: the counters' real numbers while they are hidden
+        self._number = (next(_numbers),) * len(tensors)
+        if tensors:
+            _hidden[self._number[0]] = self
         self._versions = self._read()
 
     def forget(self) -> None:
@@ -83,14 +117,31 @@ class FullCounters:
         self._versions = self._read()
 
     def _read(self) -> list[int]:
-        return _versions_of(self.tensors)
+        return _versions_of(self.tensors) if self._real is None else self._real
+
+    def hide(self) -> None:
+        """Let autograd refuse saved tensors over the parameters, because their weights are not gathered."""
+        if self._real is None and self._all:
+            self._real = _versions_of(self.tensors)
+            set_versions(self._all, self._number)
+
+    def show(self) -> None:
+        """Give the counters their real numbers back, because the weights are gathered."""
+        real = self._real
+        if real is not None:
+            set_versions(self._all, tuple(real))
+            self._real = None
 
     def advance(self, tensors: Sequence[torch.Tensor]) -> None:
         """Increase these tensors' counters without an edit. Edits that no check has found yet still count."""
+        hidden = self._real is not None
+        self.show()
         before = self._read()
         increment_version(tensors)
         seen = zip(self._versions, before, self._read(), strict=True)
         self._versions = [version + after - earlier for version, earlier, after in seen]
+        if hidden:
+            self.hide()
 
     def moved(self) -> bool:
         """Whether any was edited since the last check."""

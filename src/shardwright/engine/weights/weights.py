@@ -116,7 +116,7 @@ class Weights:
         model.
         """
         if changed := self.ledger.look():
-            self.copies.current.counters.advance(self.copies.counters(changed))
+            self.copies.count_edits(changed)
         return changed
 
     def _keep_edits(self) -> None:
@@ -189,6 +189,7 @@ class Weights:
         if nearby and secondary is not None and secondary.epoch == epoch:
             gather = secondary.gather
         place.home.gathered.add(place.number)  # set first, so that it is released after an interrupt
+        self.copies.current.counters.hide()
         self.copies.current.slab.lease()
         self.call, self.epoch, self.kept = call, epoch, False
         self.residence = change(self.residence, ISSUING, self.site.owner)
@@ -225,6 +226,8 @@ class Weights:
                 boards.current.leave()
         # Set first: after an interrupt it is waited for again.
         self.residence = change(self.residence, RESIDENT, self.site.owner)
+        self.copies.current.slab.reveal()
+        self.copies.current.counters.show()
         self._flight = None
         gather.end()
         if gather.comm.streams.asynchronous and gather.comm.group is not None:
@@ -236,7 +239,9 @@ class Weights:
 
     def _adopt(self) -> None:
         """Adopt the full forms of extended parameters."""
-        self.copies.current.counters = FullCounters([t for p in self.parameters for t in p.counters])
+        self.copies.current.counters = FullCounters(
+            [t for p in self.parameters for t in p.counters], self.site.owner
+        )
         self.forms.index()
 
     # -- show ----------------------------------------------------------------------------------------------------
@@ -264,6 +269,7 @@ class Weights:
             if self.residence is ISSUING:
                 # An interrupted gather may still write, so the memory stays until the next gather.
                 return
+            self.copies.current.counters.hide()
             slab.release()
             self.residence = change(self.residence, SHARDED, self.site.owner)
             for p in self.copies.extended:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Callable
@@ -71,6 +72,8 @@ class Device:
         source: the source of this figure.
         figures: its speed; None: unknown.
         kind: "cpu" if ranks compute on the host, whose memory they share.
+        host_nbytes: bytes of the memory of a node's host, which the ranks of the node share; 0: unknown.
+        node: devices of a node; 0: unknown, and then all ranks are taken to be on one node.
     """
 
     key: str
@@ -79,6 +82,12 @@ class Device:
     source: str
     figures: Figures | None = None
     kind: Kind = "cuda"
+    host_nbytes: int = 0
+    node: int = 0
+
+    def ranks_of_node(self, ranks: int) -> int:
+        """The largest number of ranks that share a host, in a job of so many ranks."""
+        return min(ranks, self.node or ranks)
 
 
 def known_devices() -> dict[str, Device]:
@@ -125,13 +134,15 @@ def parse_devices(text: str, local: Callable[[], Device]) -> tuple[int, Device]:
 
 def _read(key: str, text: str) -> Device:
     values = tomllib.loads(text)
-    like = values.get("like")
-    if like is not None:
+    like, names = values.get("like"), {key}
+    while like is not None:  # the other device may be like a third one
         known = {each.name.removesuffix(".toml"): each for each in resources.files(__name__).iterdir()}
-        if like not in known or like == key:
+        if like not in known or like in names:
             raise DeviceError(f"device {key}: expected like, the name of another device, found {like!r}")
+        names.add(like)
         base = tomllib.loads(known[like].read_text())
         values = {**base, **values, "speed": {**base.get("speed", {}), **values.get("speed", {})}}
+        like = base.get("like")
     if unknown := values.keys() - _KEYS:
         raise DeviceError(f"device {key}: it has {min(unknown)!r}; expected {', '.join(sorted(_KEYS))}")
     gib = _number(key, values, "gib", "the device's memory in GiB", 1e6)
@@ -156,7 +167,13 @@ def _read(key: str, text: str) -> Device:
     elif figures is not None and figures.generation == MEASURED:
         raise DeviceError(f"device {key}: a generation {MEASURED!r} needs a table [measured], found none")
     name, source = str(values.get("name", key)), str(values.get("source", ""))
-    return Device(key, name, int(gib * GIB), source, figures, kind)
+    host_gib = (
+        _number(key, values, "host_gib", "the memory of a node's host in GiB", 1e6)
+        if "host_gib" in values
+        else 0
+    )
+    node = figures.node if figures is not None else 0
+    return Device(key, name, int(gib * GIB), source, figures, kind, int(host_gib * GIB), node)
 
 
 def _figures(key: str, values: Any) -> Figures:
@@ -164,14 +181,14 @@ def _figures(key: str, values: Any) -> Figures:
         raise DeviceError(f"device {key}: expected a table [speed], found {values!r}")
     if unknown := values.keys() - _SPEED:
         raise DeviceError(f"device {key}: [speed] has {min(unknown)!r}; expected {', '.join(sorted(_SPEED))}")
-    generation = values.get("generation")
+    flops = values.get("tflops")
+    if not isinstance(flops, dict) or "float32" not in flops:
+        raise DeviceError(f"device {key}: expected tflops, a table of dtypes with float32, found {flops!r}")
+    generation = values.get("generation") or _likely_generation(flops)
     if generation not in (*GENERATIONS, MEASURED):
         raise DeviceError(
             f"device {key}: expected a generation of {', '.join(GENERATIONS)}, found {generation!r}"
         )
-    flops = values.get("tflops")
-    if not isinstance(flops, dict) or "float32" not in flops:
-        raise DeviceError(f"device {key}: expected tflops, a table of dtypes with float32, found {flops!r}")
 
     def number(name: str, what: str, most: float) -> float:
         return _number(key, values, name, what, most)
@@ -184,7 +201,7 @@ def _figures(key: str, values: Any) -> Figures:
         {name: 1e12 * _number(key, flops, name, "TFLOP/s of dense products", 1e6) for name in flops},
         1e9 * number("bandwidth", "GB/s of the device's memory", 1e6),
         int(number("units", "the number of its multiprocessors", 1e5)),
-        number("power", "the share of its nominal power", 1) if "power" in values else 1.0,
+        _power(key, values),
         int(number("node", "the devices of a node", 1e4)),
         1e9 * number("within", "GB/s to the others of its node", 1e6),
         1e9 * number("across", "GB/s to other nodes", 1e6),
@@ -194,10 +211,37 @@ def _figures(key: str, values: Any) -> Figures:
     )
 
 
+def _likely_generation(flops: dict[str, Any]) -> str:
+    """Return the generation of the known device with the most similar peaks, for a file that names none."""
+    found = (device.figures for device in known_devices().values())
+    known = [figures for figures in found if figures is not None]
+
+    def distance(figures: Figures) -> float:
+        names = [name for name in flops if name in figures.flops and isinstance(flops[name], int | float)]
+        return sum(abs(math.log(max(1e12 * flops[n], 1.0) / figures.flops[n])) for n in names) / max(
+            len(names), 1
+        )
+
+    return min(known, key=distance).generation
+
+
+def _power(key: str, values: dict[str, Any]) -> float:
+    """Return the share of its nominal power that a device may take."""
+    power = _number(key, values, "power", "the share of its nominal power", 1) if "power" in values else 1.0
+    if power <= OF_MEMORY:
+        raise DeviceError(
+            f"device {key}: expected power, the share of its nominal power, above {OF_MEMORY}, which its memory alone "
+            f"takes, found {power}"
+        )
+    return power
+
+
+#: The share of a device's power that its memory takes, and what else does not follow the clock.
+OF_MEMORY = 0.2
 #: Generations of which ``rates`` knows the share of these figures that programs reach.
 GENERATIONS = ("ampere", "ada", "hopper", "blackwell")
 MEASURED = "measured"  #: the generation of a device whose times are in its file
-_KEYS = {"name", "gib", "source", "like", "kind", "speed", "measured"}
+_KEYS = {"name", "gib", "host_gib", "source", "like", "kind", "speed", "measured"}
 _SPEED = {
     "generation", "tflops", "bandwidth", "units", "power", "node", "within", "across", "source", "host_memory", "pcie",
 }  # fmt: skip

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardwright._torch import allow_graphs, compiled_graphs, set_activation_memory_budget
 from shardwright.activations import offload
-from shardwright.activations.checkpointing import checkpoint_blocks, compile_blocks
+from shardwright.activations.checkpointing import SELECTIVE, checkpoint_blocks, compile_blocks
 from shardwright.activations.deferred_logits import LossInForward
 from shardwright.train.models.language_model import LanguageModel
 
@@ -43,7 +43,7 @@ def _checkpoint_and_compile(model: LanguageModel, config: Config) -> None:
     allow_graphs(GRAPHS * len({tuple(map(type, block.modules())) for block in blocks}))
     # torch compiles a block with its checkpoint, and so computes again only what backward reads. Not where layers are
     # cut over tensor-parallel ranks: of blocks that keep nothing it takes the mesh for a tensor to keep.
-    apart = config.parallel.tensor > 1 and settings.checkpoint != "ops"
+    apart = config.parallel.tensor > 1 and settings.checkpoint not in SELECTIVE
     if not apart:
         checkpoint_blocks(blocks, settings.checkpoint, settings.every, model.draws)
     compile_blocks(blocks, config.train.compile, model.whole_graph)

@@ -48,7 +48,7 @@ def building_bytes(config: Config, ranks: int, device: str) -> BuildingBytes:
     if not builds_deferred(config):
         return BuildingBytes(STORED * sizes.parameters, tables, 0)
     kept_here = device == "cpu" or parallel.offload == "cpu"
-    weights = math.ceil(STORED * sizes.parameters / _cuts(config, ranks)) if kept_here else 0
+    weights = math.ceil(STORED * sizes.parameters / cuts(config, ranks)) if kept_here else 0
     return BuildingBytes(weights, tables, STORED * sizes.largest)
 
 
@@ -60,8 +60,8 @@ def _reason(config: Config) -> str:
     return f"parallel.engine = {config.parallel.engine!r}; {builders} builds it in shards"
 
 
-def _cuts(config: Config, ranks: int) -> int:
-    """Number of parts into which the stored weights are cut."""
+def cuts(config: Config, ranks: int) -> int:
+    """Return the number of parts into which the stored weights are cut."""
     parallel = config.parallel
     dims = ParallelDims.near(parallel, ranks)
     axes = dims.data_axes.values()

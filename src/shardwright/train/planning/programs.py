@@ -7,8 +7,8 @@ and the optimizer of the run, and no second description of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal, NamedTuple, cast
 
 from torch import Tensor
@@ -78,10 +78,77 @@ def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda"
 
 
 class Shared(NamedTuple):
-    """Graphs of torch.compile, and the hooks that they contain. Traces of similar jobs make them once."""
+    """Graphs of torch.compile, and the hooks that they contain. Traces of similar jobs make them once.
+
+    Attributes:
+        graphs, calls: see above.
+        is_old: whether another plan has made them.
+    """
 
     graphs: Graphs
     calls: Calls
+    is_old: bool = False
+
+
+class _Search:
+    """The graphs of the last plan of a search. Plans that differ only in settings that blocks do not see take them
+    again, which saves the larger part of the time of a plan with ``train.compile``."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._key: object = None
+        self._shared: Shared | None = None
+        self._stack = ExitStack()
+
+    def forget(self) -> None:
+        self._stack.close()
+        self._key = self._shared = None
+
+    def shared(self, config: Config, ranks: int, kind: str) -> Shared:
+        key = _as_blocks_see_it(config), ranks, kind
+        if self._shared is None or self._key != key:
+            self.forget()
+            graphs = self._stack.enter_context(hollow_graphs(kind == "cpu"))
+            self._key, self._shared = key, Shared(graphs, self._stack.enter_context(watch_calls()))
+            return self._shared
+        return self._shared._replace(is_old=True)
+
+
+_SEARCH = _Search()
+
+
+@contextmanager
+def search_of_plans() -> Iterator[None]:
+    """Inside the context plans of this process share graphs of torch.compile, which compiles nothing else there."""
+    _SEARCH.is_open = True
+    try:
+        yield
+    finally:
+        _SEARCH.is_open = False
+        _SEARCH.forget()
+
+
+def open_search() -> None:
+    """Let all further plans of this process share graphs, in a process that makes nothing but plans of a search."""
+    _SEARCH.is_open = True
+
+
+@contextmanager
+def _graphs_for(config: Config, ranks: int, kind: Literal["cpu", "cuda"]) -> Iterator[Shared]:
+    if _SEARCH.is_open:
+        yield _SEARCH.shared(config, ranks, kind)
+        return
+    with hollow_graphs(kind == "cpu") as graphs, watch_calls() as calls:
+        yield Shared(graphs, calls)
+
+
+def _as_blocks_see_it(config: Config) -> Config:
+    """The configuration without settings that change no graph of a block: how ranks divide the model, and the loss."""
+    parallel = config.parallel.model_copy(
+        update={"strategy": "zero3", "replicas": 1, "reshard_after_forward": "default"}
+    )
+    train = config.train.model_copy(update={"loss_chunks": 0, "global_batch": 0})
+    return config.model_copy(update={"parallel": parallel, "train": train})
 
 
 def composed_program(
@@ -92,8 +159,13 @@ def composed_program(
     None: their traces would not be shorter together, or do not agree on how a program grows. ``shared``: by its traces.
     """
     if shared is None:
-        with hollow_graphs(kind == "cpu") as graphs, watch_calls() as calls:
-            return composed_program(config, ranks, kind, Shared(graphs, calls))
+        with _graphs_for(config, ranks, kind) as shared:
+            program = composed_program(config, ranks, kind, shared)
+        if not (shared.is_old and shared.graphs.for_several_shapes):
+            return program
+        _SEARCH.forget()  # a graph of an earlier plan was no good here, so make all of them again
+        with _graphs_for(config, ranks, kind) as shared:
+            return composed_program(config, ranks, kind, shared)
     for series in series_of(config, ranks):
         programs: dict[int, Program] = {}
         # With one part more the ends may differ no longer, or a size has crossed the edge, and with two.
@@ -142,7 +214,7 @@ def traced_program(
     data = config.data.model_copy(update={"workers": 0})
     config = config.model_copy(update={"train": train, "data": data})
     try:
-        graphs, calls = shared or (None, None)
+        graphs, calls = (shared.graphs, shared.calls) if shared is not None else (None, None)
         with trace(ranks, kind, graphs=graphs) as recorder, even_routing(), watching(recorder):
             # A model that reads its tokens is refused.
             dataset = AbsentData.of(config, ranks, recorder.contents.note_unknown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import multiprocessing
 import os
 import signal
@@ -12,8 +13,9 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +31,14 @@ from shardwright.planner.search import (
     search_widely,
 )
 from shardwright.planner.speed import Speed, in_time, speed_of
-from shardwright.planner.verdict import in_gib, judge
+from shardwright.planner.verdict import Verdict, in_gib, judge
 from shardwright.strict_json import strict_json
 from shardwright.train.commands.pages.html_file import write_page
 from shardwright.train.commands.plans.grids import changed, divides_loss, further_settings, grids_of
-from shardwright.train.commands.plans.plan import assumptions, head, program_of, say
+from shardwright.train.commands.plans.plan import assumptions, head, is_padded, one_line, program_of, say
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config
+from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.errors import UserError, counted
 from shardwright.train.report.progress import patience, to_stderr
 
@@ -43,6 +46,9 @@ _Result = tuple[Found, Speed] | str | None
 SHOWN = 5  #: plans beside the best one
 USUAL = 20  #: plans of a search, about
 SECONDS = 7.0  #: between two lines about a search, where stderr is no terminal
+#: Modules that all plans need, and that take seconds to import. Importing them starts no threads.
+PRELOADED = ("shardwright.train.planning.programs", "torch._dynamo")
+OF_TRANSFORMERS = "transformers.modeling_utils"  #: the same for models of transformers
 EXPOSED = 0.1  #: the part of a step in which the device waits for collectives, from which on these may help
 
 
@@ -151,11 +157,22 @@ def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, p
 
     further, smaller, last = further_settings(config, job.ranks, device.figures, dict(job.keys))
     made = _Plans(functools.partial(planned, job, device, rules, caches))
-    with _pool(processes) as made.pool, patience(_Shown(), made.words):
+    further_modules = [OF_TRANSFORMERS] if isinstance(config.model.shape(), HuggingFaceShape) else []
+    with _pool(processes, further_modules) as made.pool, patience(_Shown(), made.words):
+        now = made.plan(())()
+        fixed: Keys = (("parallel.layout", "ragged"),) if now is not None and now.is_padded else ()
         grids = functools.partial(
-            grids_of, job, config, device.figures.node, divides_loss(job, config, made.plan)
+            grids_of, job, config, device.figures.node, divides_loss(job, config, made.plan), better=fixed
         )
-        plans = search_widely(grids, made.plan, further, smaller, last, made.waits_long, processes, likeness)
+        wide = functools.partial(
+            search_widely, grids, further=further, smaller=smaller, last=last, helps=made.waits_long,
+            width=processes, likeness=likeness,
+        )  # fmt: skip
+        plans = wide(made.plan)
+        if fastest(plans) is None and any(each.barely for each in plans):
+            again = wide(made.barely)
+            seen = {each.keys for each in again}
+            plans = [*again, *(each for each in plans if each.keys not in seen)]
     if not plans:
         program_of(config, job.ranks, caches, device.kind)  # an error of the job itself
         raise UserError("--fit: no plan covers any of its settings")
@@ -180,11 +197,24 @@ class _Plans:
         self._planned = planned
         self.pool: Executor | None = None
         self._started, self._begun, self._done, self._last = time.monotonic(), 0, 0, ""
+        self._made: dict[Keys, Found | None] = {}
         self.speeds: dict[Keys, Speed] = {}
         self.failed: dict[Keys, str] = {}
 
+    def barely(self, keys: Keys) -> Later:
+        """Begin a plan in which settings that barely fit count as those that fit."""
+        later = self.plan(keys)
+
+        def lenient() -> Found | None:
+            found = later()
+            return found and found._replace(fits=found.fits or found.barely)
+
+        return lenient
+
     def plan(self, keys: Keys) -> Later:
-        """Begin a plan. Without other processes it is made when it is asked for."""
+        """Begin a plan, or take the one that was made before. Without other processes it is made when it is read."""
+        if keys in self._made:
+            return functools.partial(self._made.get, keys)
         self._begun += 1
         if self.pool is None:
             return functools.partial(self._noted, keys, functools.partial(self._planned, keys))
@@ -200,9 +230,10 @@ class _Plans:
         elif result is not None:
             self.speeds[keys] = result[1]
             words = f"{in_gib(result[0].nbytes)} GiB, {in_time(result[0].seconds)} a step"
-            self._last = f"; the last one {words}{'' if result[0].fits else ', which does not fit'}"
+            self._last = f"; the last one {words}{_which(result[0], 'does')}"
             say(self.words())
-        return result[0] if isinstance(result, tuple) else None
+        self._made[keys] = found = result[0] if isinstance(result, tuple) else None
+        return found
 
     def words(self) -> str:
         """The progress of the search. The number of plans depends on their results, so it is an estimate."""
@@ -213,6 +244,15 @@ class _Plans:
         """Whether the device waits for collectives for a large part of a step."""
         losses = {loss.name: loss.seconds for loss in self.speeds[found.keys].losses()}
         return losses["waits"] > EXPOSED * found.seconds
+
+
+def _which(found: Found, does: str) -> str:
+    """The end of a sentence about settings: how they fit. ``does``: "does" or "do"."""
+    if found.barely:
+        return ", which BARELY fit" if does == "do" else ", which BARELY fits"
+    if found.fits:
+        return ""
+    return f", which {does} not fit" + (": the host has too little memory" if found.lacks_host else "")
 
 
 class _Shown:
@@ -237,25 +277,44 @@ def planned(job: PlannedJob, device: Device, rules: Rules, caches: bool, keys: K
     except UserError:
         return None
     except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split()):.100}"
+        return one_line(error)
     speed = speed_of(program, device, job.ranks, with_range=False)
     if speed is None:
         return None
     verdict = judge(program, device, job.ranks, rules, speed)
-    return Found(keys, verdict.fits, verdict.unlimited.reserved, speed.seconds[1]), speed
+    found = found_of(keys, verdict, speed.seconds[1])
+    return found._replace(is_padded=not keys and is_padded(config, job.ranks, verdict)), speed
+
+
+def found_of(keys: Keys, verdict: Verdict, seconds: float) -> Found:
+    """A plan for the search, in which only settings with room fit.
+
+    A job that fits only because the allocator empties its cache needs more than the device has, so it does not count as
+    one that barely fits.
+    """
+    barely = verdict.answer == "barely" and verdict.left >= 0
+    reserved = verdict.unlimited.reserved
+    return Found(keys, verdict.answer == "yes", reserved, seconds, barely, verdict.needs_more_host)
 
 
 @contextmanager
-def _pool(processes: int) -> Iterator[Executor | None]:
-    """Processes that make plans; None: this one does. They end at once with the search, also if it is interrupted."""
+def _pool(processes: int, further: Sequence[str] = ()) -> Iterator[Executor | None]:
+    """Processes that make plans; None: this one does.
+
+    They end at once with the search, also if it is interrupted. ``further``: modules that all of them need.
+    """
     if processes == 1:
-        yield None
+        from shardwright.train.planning.programs import search_of_plans  # which imports torch
+
+        with search_of_plans():
+            yield None
         return
     _start_tracker_quietly()
     others = set(multiprocessing.active_children())
-    quietly = functools.partial(warnings.simplefilter, "ignore")
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), quietly) as pool:
+    with ProcessPoolExecutor(processes, _context(further), _begin_process) as pool:
         try:
+            with _interrupts_held():
+                pool.submit(int)  # forks, while this process has no other threads
             yield pool
         except BrokenProcessPool:
             raise UserError(
@@ -266,6 +325,27 @@ def _pool(processes: int) -> Iterator[Executor | None]:
             for process in set(multiprocessing.active_children()) - others:
                 process.kill()
             raise
+
+
+def _begin_process() -> None:
+    warnings.simplefilter("ignore")
+    from shardwright.train.planning.programs import open_search
+
+    open_search()
+
+
+def _context(further: Sequence[str]) -> BaseContext:
+    """Return the way in which processes start. On Linux this process imports what plans need, and each process is a
+    fork of it: imports in each of eight processes were the larger part of the time of a short search."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    for name in (*PRELOADED, *further):
+        with suppress(ImportError):  # of what is not installed, which the plan says better
+            importlib.import_module(name)
+    import torch
+
+    # A fork cannot use CUDA after its parent has. No plan does, but a driver may know better.
+    return multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
 
 
 def _start_tracker_quietly() -> None:
@@ -296,6 +376,7 @@ def _values(each: Found, speeds: Mapping[Keys, Speed]) -> dict[str, object]:
     return {
         "keys": dict(each.keys),
         "fits": each.fits,
+        "barely": each.barely,
         "reserved_bytes": each.nbytes,
         "step_seconds": each.seconds,
         "tokens_per_second": speeds[each.keys].tokens_per_second[1],
@@ -382,22 +463,27 @@ def _rows(
     has_file: bool,
 ) -> Iterator[tuple[str, str]]:
     """Heads and texts: the best plan and its file, then those that are slower and smaller, and why they are slower."""
-    fitting = sum(each.fits for each in plans)
+    fitting, barely = sum(each.fits for each in plans), sum(each.barely for each in plans)
+    if any(each.fits and each.barely for each in plans):  # which counted, since none fits with room
+        fitting = 0
+    marked = f" and {barely} BARELY fit" if barely else ""
     yield (
         "fit",
-        f"{counted(len(plans), 'plan', 'plans')} in {in_time(seconds)}, {fitting} of them fit {device.name}",
+        f"{counted(len(plans), 'plan', 'plans')} in {in_time(seconds)}, {fitting} of them fit {device.name}{marked}",
     )
     if now is not None:
-        fits = "" if now.fits else ", which do not fit"
-        yield "now", f"{_figures(now, speeds[now.keys])}{fits}"
+        yield "now", _figures(now, speeds[now.keys])
     yield from _largest(config, plans)
     front = frontier(plans)
     if not front:
-        least = min(plans, key=lambda each: each.nbytes)
+        least = min(plans, key=lambda each: (each.lacks_host, each.nbytes))
+        host = ", and more memory of the host than it has" if least.lacks_host else ""
         yield (
             "best",
-            f"none; the smallest one needs {in_gib(least.nbytes)} GiB: {_options(config, least.keys)}",
+            f"none; the smallest one needs {in_gib(least.nbytes)} GiB{host}: {_options(config, least.keys)}",
         )
+        if not least.lacks_host and any(each.lacks_host for each in plans):
+            yield "", "settings with offload need more memory of the host than it has"
         return
     best, speed = front[0], speeds[front[0].keys]
     if has_file:
@@ -428,7 +514,7 @@ def _largest(config: Config, plans: Sequence[Found]) -> Iterator[tuple[str, str]
 def _figures(found: Found, speed: Speed) -> str:
     return (
         f"{speed.tokens_per_second[1]:,.0f} tokens/s on each device, MFU {speed.mfu:.1%}, "
-        f"{in_gib(found.nbytes)} GiB reserved"
+        f"{in_gib(found.nbytes)} GiB reserved{_which(found, 'do')}"
     )
 
 

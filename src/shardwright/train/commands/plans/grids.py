@@ -23,7 +23,7 @@ LOGITS = 1 << 30
 SEARCHED = (
     "train.micro_batch", "activations.checkpoint", "train.compile", "train.loss_chunks", "parallel.strategy",
     "parallel.replicas", "parallel.reshard_after_forward", "parallel.tensor", "parallel.expert", "parallel.context",
-    "activations.offload", "parallel.offload",
+    "activations.offload", "parallel.offload", "parallel.layout",
 )  # fmt: skip
 """All keys that a search may change."""
 
@@ -85,14 +85,22 @@ def divides_loss(job: PlannedJob, config: Config, plan: Plan) -> bool:
     return config.model.facts.has_output_layer or plan((("train.loss_chunks", "auto"),))() is not None
 
 
-def grids_of(job: PlannedJob, config: Config, node: int, chunks: bool, keys: Keys) -> list[list[Axis]]:
-    """The grids with these settings beside; none if they do not go together with the job. ``chunks``: of the loss."""
+def grids_of(
+    job: PlannedJob, config: Config, node: int, chunks: bool, keys: Keys, better: Keys = ()
+) -> list[list[Axis]]:
+    """Return the grids with these settings beside; none if they do not go together with the job.
+
+    ``chunks``: of the loss. ``better``: settings that all points have, unless they are given or do not go together.
+    """
     given = dict(job.keys)
     plain = [(f"parallel.{axis}", "1") for axis in ("tensor", "expert", "context")]
     plain += [("parallel.offload", "none"), ("activations.offload", "none")]
     if "parallel.expert" in dict(keys):
         plain.append(("train.compile", "none"))  # as it must be with expert parallelism
     fixed = with_keys(changed(config, tuple(pair for pair in plain if pair[0] not in given)), keys)
+    may_change = config.parallel.facts.has_own_keys and not any(key in given for key, _ in better)
+    if better and may_change and (grids := grids_of(job, config, node, chunks, with_keys(better, keys))):
+        return grids
     # Values of the axes that divide any number of ranks.
     least: Keys = (("train.micro_batch", "1"),)
     if config.parallel.facts.has_own_keys and not {"parallel.strategy", "parallel.replicas"} & given.keys():

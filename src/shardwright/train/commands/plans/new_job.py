@@ -396,7 +396,7 @@ def with_plan(
             f"{in_gib(least.nbytes)} GiB of each; take more or larger devices, or --task lora"
         )
     return _with_keys(sections, best), (
-        f"Its plan: {in_gib(best.nbytes)} GiB reserved, "
+        f"Its plan: {in_gib(best.nbytes)} GiB reserved{', which BARELY fits' if best.barely else ''}, "
         f"{found.speeds[best.keys].tokens_per_second[1]:,.0f} tokens/s on each device."
     )
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -24,10 +24,13 @@ from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import model_in_words, sizes_of
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.plans.cache_key import cache_key
-from shardwright.train.config.plans.memory_edits import Keys, edits_of, in_words
+from shardwright.train.config.plans.memory_edits import Keys, edits_of, edits_of_host, in_words
 from shardwright.train.errors import UserError, as_user_errors, counted
 
 EDITS = 3  #: shown at most
+#: Times its part of the weights, from which on a rank has padding that another layout may save.
+PADDED = 1.5
+FEW_RANKS = 8  #: up to which hardly any parameter has fewer rows than there are ranks
 LEAST = 0.01  #: part of the reserved bytes that an edit must be able to save, to be planned
 
 
@@ -60,41 +63,44 @@ def plan(
             print(line)
         sys.stdout.flush()  # edits take some time
     edits: list[tuple[str, Verdict]] = []
+    failed: dict[str, str] = {}
     if names_edits and verdict.answer != "yes":
         if not rules.expandable:
             other = judge(program, device, ranks, replace(rules, expandable=True), verdict.speed)
             edits.append((with_setting(os.environ, "expandable_segments:True"), other))
-        groups = verdict.peak.by_group()
-        tried = [
-            keys
-            for keys, touched in edits_of(config, device.kind)
-            if sum(groups.get(group, 0) for group in touched) >= LEAST * verdict.unlimited.reserved
-        ]
+        tried = _edits_to_try(config, ranks, verdict)
         for i, keys in enumerate(tried):
             say(f"edit {i + 1} of {len(tried)}: {in_words(keys)}")
             try:
                 changed = program_of(configured(keys), ranks, caches, device.kind)
             except UserError:  # it does not go together with another key
                 continue
+            except Exception as error:  # a mistake of one plan must not cost the others
+                failed[in_words(keys)] = one_line(error)
+                continue
             speed = speed_of(changed, device, ranks, with_range=False)
             edits.append((in_words(keys), judge(changed, device, ranks, rules, speed)))
         say("")
-    edits = [
-        (words, other) for words, other in edits if other.unlimited.reserved < verdict.unlimited.reserved
-    ]
-    edits = sorted(edits, key=_merit)[:EDITS]
+    edits = sorted((each for each in edits if _helps(verdict, each[1])), key=_merit)[:EDITS]
     values = {key: config.value_at(key) for key in assumed}
     if json:
-        print(as_json(verdict, edits, values))
-    for i, (words, other) in enumerate([] if json else edits):
-        saved = in_gib(verdict.unlimited.reserved - other.unlimited.reserved)
-        fits = {"yes": "fits", "barely": "fits barely", "no": "does not fit"}[other.answer]
-        rate = f", {other.speed.tokens_per_second[1]:,.0f} tokens/s" if other.speed is not None else ""
-        print(f"{'edits' if not i else '':8} {words:50} -{saved} GiB, {fits}{rate}")
+        print(as_json(verdict, edits, values, failed))
+    else:
+        for i, row in enumerate(_rows_of_edits(verdict, edits, failed)):
+            print(f"{'' if i else 'edits':8} {row}")
+        is_enough = verdict.answer == "yes" or any(each.answer == "yes" for _, each in edits)
+        if names_edits and not is_enough and device.figures is not None:
+            print(f"{'':8} --fit looks for settings that fit, also several at a time")
     if html is not None:  # after the figures, which a page that cannot be written must not lose
         sys.stdout.flush()
         page = plan_page(
-            config.run.name, head(config, ranks, device).split("\n"), program, verdict, edits, values
+            config.run.name,
+            head(config, ranks, device).split("\n"),
+            program,
+            verdict,
+            edits,
+            values,
+            failed=failed,
         )
         write_page(html, page, "Leave out layers: plan the job with a smaller model.layers, or use --json")
         if not json:
@@ -168,6 +174,62 @@ def assumptions(config: Config, assumed: Sequence[str]) -> Iterator[str]:
         yield "assumed  each expert gets as many tokens; a rank whose experts get more needs more"
     if config.run.hooks:
         yield "assumed  hooks of run.hooks take no memory; logits that validation keeps for their metrics count"
+
+
+def one_line(error: Exception) -> str:
+    """The error of a plan that should not fail, for a row."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.100}"
+
+
+def _edits_to_try(config: Config, ranks: int, verdict: Verdict) -> list[Keys]:
+    """Edits that may save a part of the memory that is worth a plan, and the host's if it lacks some."""
+    groups = verdict.peak.by_group()
+    edits = edits_of(config, verdict.device.kind, is_padded(config, ranks, verdict))
+    wanted = [
+        keys
+        for keys, touched in edits
+        if sum(groups.get(group, 0) for group in touched) >= LEAST * verdict.unlimited.reserved
+    ]
+    if verdict.needs_more_host:
+        wanted += [
+            keys for keys, group in edits_of_host(config) if verdict.host.get(group) and keys not in wanted
+        ]
+    return wanted
+
+
+def is_padded(config: Config, ranks: int, verdict: Verdict) -> bool:
+    """Whether this rank has much more of the weights than its part, because a layout cuts few rows for many ranks.
+
+    An example are packed experts: 8 rows, one for each expert, on 64 ranks.
+    """
+    if ranks <= FEW_RANKS:  # and looking up the parameters of a model of transformers takes seconds
+        return False
+    from shardwright.train.parallel.host_memory import STORED, cuts  # which imports psutil
+
+    parameters = sizes_of(config.model.shape()).parameters
+    return verdict.exact["parameters"] > PADDED * STORED * parameters / cuts(config, ranks)
+
+
+def _helps(verdict: Verdict, other: Verdict) -> bool:
+    """Whether a changed job needs less of the memory that the job lacks."""
+    if verdict.needs_more_host:
+        return other.host_need < verdict.host_need
+    return other.unlimited.reserved < verdict.unlimited.reserved
+
+
+def _rows_of_edits(
+    verdict: Verdict, edits: Sequence[tuple[str, Verdict]], failed: Mapping[str, str]
+) -> Iterator[str]:
+    for words, other in edits:
+        saved = in_gib(abs(verdict.unlimited.reserved - other.unlimited.reserved))
+        sign = "-" if other.unlimited.reserved <= verdict.unlimited.reserved else "+"
+        fits = {"yes": "fits", "barely": "fits barely", "no": "does not fit"}[other.answer]
+        if other.needs_more_host:
+            fits = "does not fit into the host's memory"
+        rate = f", {other.speed.tokens_per_second[1]:,.0f} tokens/s" if other.speed is not None else ""
+        yield f"{words:50} {sign}{saved} GiB, {fits}{rate}"
+    for words, error in failed.items():
+        yield f"{words:50} has no plan: {error}"
 
 
 def _merit(edit: tuple[str, Verdict]) -> tuple[int, float]:

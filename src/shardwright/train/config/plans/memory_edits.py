@@ -12,13 +12,16 @@ Keys = Sequence[tuple[str, str]]
 _STATE = ("parameters", "gradients", "optimizer", "slabs")
 
 
-def edits_of(config: Config, kind: str) -> Iterator[tuple[Keys, tuple[str, ...]]]:
-    """Changes of a key that may save memory, with the groups of memory that they can shrink.
+def edits_of(config: Config, kind: str, is_padded: bool = False) -> Iterator[tuple[Keys, tuple[str, ...]]]:
+    """Yield changes of a key that may save memory, with the groups of memory that they can shrink.
 
-    The first ones change no number of the run, except for the order of sums. ``kind``: of the devices.
+    The first ones change no number of the run, except for the order of sums. ``kind``: of the devices. ``is_padded``:
+    whether ranks have more of the weights than their parts.
     """
     train, parallel = config.train, config.parallel
-    ways = {"none": ("ops", "full"), "ops": ("full",), "layers": ("full",)}
+    if is_padded and parallel.facts.has_own_keys and parallel.layout == "per_parameter":
+        yield [("parallel.layout", "ragged")], _STATE
+    ways = {"none": ("ops", "full"), "ops": ("half_ops", "full"), "half_ops": ("full",), "layers": ("full",)}
     for way in ways.get(config.activations.checkpoint, ()):
         yield [("activations.checkpoint", way)], ("activations",)
     if not train.loss_chunks and not parallel.facts.flattens:
@@ -42,11 +45,29 @@ def edits_of(config: Config, kind: str) -> Iterator[tuple[Keys, tuple[str, ...]]
         yield [("activations.offload", way)], ("activations",)
     if kind == "cuda" and parallel.facts.has_own_keys and parallel.offload == "none":
         yield [("parallel.offload", "optimizer")], ("optimizer",)
+        yield [("parallel.offload", "cpu")], ("optimizer", "parameters", "gradients")
+    if config.finetune.method != "full" and config.finetune.base_dtype == "float32":
+        yield [("finetune.base_dtype", "bfloat16")], ("parameters",)
     if parallel.param_dtype == "float32":
         keys = [("parallel.param_dtype", "bfloat16")]
         yield keys, ("activations", "temporary", "slabs")
     if config.optimizer.name == "adamw":
         yield [("optimizer.name", "adamw8bit")], ("optimizer",)
+
+
+def edits_of_host(config: Config) -> Iterator[tuple[Keys, str]]:
+    """Yield changes that save memory of the host, each with the group there that it shrinks."""
+    if config.activations.offload == "blocks":
+        yield [("activations.offload", "inputs"), ("activations.checkpoint", "full")], "activations"
+    if config.activations.offload != "none":
+        yield [("activations.offload", "none")], "activations"
+        if config.train.micro_batch > 1:
+            yield [("train.micro_batch", "1")], "activations"
+    ways = {"cpu": ("optimizer", "none"), "optimizer": ("none",)}
+    for way in ways.get(config.parallel.offload, ()):
+        yield [("parallel.offload", way)], "optimizer"
+    if config.checkpoint.asynchronous:
+        yield [("checkpoint.asynchronous", "false")], "staging"
 
 
 def in_words(keys: Keys) -> str:

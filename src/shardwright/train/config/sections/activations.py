@@ -13,12 +13,13 @@ class ActivationConfig(Section):
     """Activations that are kept from forward to backward, and where. The others are computed again, in the same
     precision."""
 
-    checkpoint: Literal["none", "full", "layers", "ops", "budget"] = Field(
+    checkpoint: Literal["none", "full", "layers", "ops", "half_ops", "budget"] = Field(
         default="none",
         description=(
             "Activation checkpointing. full: keep only the inputs of each block. layers: the same, for every k-th "
-            "block. ops: keep also the results of matrix products and attention. budget: the compiler chooses within "
-            "activations.budget; needs train.compile = inductor."
+            "block. ops: keep also the results of matrix products and attention. half_ops: the same, but only of every "
+            "second product, as torchtitan's selective policy. budget: the compiler chooses within activations.budget; "
+            "needs train.compile = inductor."
         ),
     )
     every: int = Field(

@@ -192,3 +192,6 @@ class NotesOfStep(TrainerHook):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         pass
+
+    def exchanged(self, one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
+        pass

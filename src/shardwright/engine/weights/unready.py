@@ -1,0 +1,92 @@
+"""Explains torch's errors about weights that are not gathered: which unit they are of, and what to do.
+
+Two things make torch refuse such weights. Autograd compares the version counters of saved tensors (``ledger.py``), and
+most operations refuse storages without memory. Neither message names a unit, so :func:`explain` adds it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shardwright._torch import is_made_of_tensors, is_transformed
+from shardwright.engine.weights.ledger import unit_of_version
+from shardwright.memory import released_slabs, slab_of
+
+_VERSION = re.compile(r"\[[\w.]+ \[([\d, ]*)\]\].* is at version (\d+); expected version \d+")
+_WITHOUT_MEMORY = re.compile(
+    "out of bounds for storage of size 0|its data is not allocated yet|resize storage that is not resizable"
+)
+_MARK = "they are not gathered"
+_NAMED = 6  #: as many units a message names
+_IN_BACKWARD = (
+    "Backward reached the unit through a tensor that is not one of its outputs, such as one that a forward hook or a "
+    "list kept, or after it had left the unit. Return every tensor from which backward starts as an output of the "
+    "unit (outputs may be in tuples, lists, dicts or dataclasses), or keep it in an attribute of one of the unit's "
+    "modules. Or keep the unit's weights for all of backward: set_reshard_after_forward(False) and "
+    "set_reshard_after_backward(False)."
+)
+_IN_FORWARD = (
+    "Full weights exist only while the unit computes, so a view of them must not be kept for later. Read the "
+    "parameter from its module again, keep a clone, or keep the weights: set_reshard_after_forward(False)."
+)
+
+
+def explain(error: BaseException | None, backward: bool) -> None:
+    """Put the unit and the way out before torch's message, if ``error`` is about weights that are not gathered.
+
+    ``backward``: whether a backward raised it. Its operations have no lines of Python, so every unit without weights is
+    named if none is found otherwise.
+    """
+    if type(error) is not RuntimeError or len(error.args) != 1 or _MARK in (text := str(error)):
+        return
+    why = _IN_BACKWARD if backward else _IN_FORWARD
+    if found := _VERSION.search(text):
+        unit = unit_of_version(int(found[2]))
+        if unit is not None:
+            what = f"a weight of unit {unit!r}, of shape ({found[1]})"
+            error.args = (f"Backward read {what}, but {_MARK} at that time. {_IN_BACKWARD} (torch: {text})",)
+    elif _WITHOUT_MEMORY.search(text):
+        units = list(dict.fromkeys(_released_units(error.__traceback__)))
+        one_of = ""
+        if not units and backward:
+            units = list(dict.fromkeys(slab.unit for slab in released_slabs("parameters")))
+            one_of = "one of " if len(units) > 1 else ""
+        if units:
+            names = ", ".join(map(repr, units[:_NAMED])) + (", ..." if len(units) > _NAMED else "")
+            what = f"weights of {one_of}unit{'s' if len(units) > 1 else ''} {names}"
+            error.args = (f"An operation read {what}, but {_MARK} now. {why} (torch: {text})",)
+
+
+def _released_units(traceback: TracebackType | None) -> Iterator[str]:
+    """Yield the units of released weights among the local variables of the innermost frame that has any."""
+    frames = []
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    for frame in reversed(frames):
+        found = [unit for value in list(frame.f_locals.values()) for unit in _units_in(value)]
+        if found:
+            yield from found
+            return
+
+
+def _units_in(value: Any, depth: int = 2) -> Iterator[str]:
+    if isinstance(value, torch.Tensor):
+        plain = value.layout is torch.strided and not is_made_of_tensors(value) and not is_transformed(value)
+        if plain and (slab := slab_of(value)) is not None and not (slab.leased and slab.revealed):
+            yield slab.unit
+    elif depth and isinstance(value, (list, tuple, dict)):
+        for each in list(value.values() if isinstance(value, dict) else value)[:100]:
+            yield from _units_in(each, depth - 1)
+    elif (
+        depth
+        and not isinstance(value, type)
+        and isinstance(attributes := getattr(value, "__dict__", None), dict)
+    ):
+        for each in list(attributes.values())[:100]:
+            yield from _units_in(each, depth - 1)
