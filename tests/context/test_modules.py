@@ -301,7 +301,7 @@ def test_a_deep_copy_attends_by_itself(rank: int, world_size: int) -> None:
 
 
 class Packs(nn.Module):
-    """What transformers does with positions: documents of a row begin where a position is not one more."""
+    """A model that takes positions as those of transformers do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ _VERDICT = "positions"  #: the side stream on which statements go to the host
 
 
 class Stated(NamedTuple):
-    """What a rank got.
+    """The positions and the mask that a rank got, as integers.
 
     Attributes:
         given: whether there are positions, 1 or 0.
@@ -126,7 +126,7 @@ class ComparedInputs:
             raise RuntimeError(f"forward of {self._name} {problem}")
 
     def _problem(self, ranks: list[Stated]) -> str:
-        """What is wrong, and the way out; empty if nothing is."""
+        """Return the mistake and the way out, or an empty text."""
         right = f"{POSITIONS}=sw.context.shard(torch.arange(length)[None], mesh)"
         missing = [rank for rank, each in enumerate(ranks) if not each.given]
         if missing:

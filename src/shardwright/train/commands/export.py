@@ -145,7 +145,7 @@ def export(
         def add_files(partial: Path) -> None:
             if generation is not None:
                 write_json(partial / "generation_config.json", generation)
-            write_tokenizer(partial, tokenizer, config.train.seq_len)
+            write_tokenizer(partial, tokenizer, config.train.seq_len, template or tokenizer.chat_template)
             if template is not None:
                 (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
 
@@ -313,8 +313,9 @@ def check_vocabulary(tokenizer: int, model: int) -> None:
         )
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer, longest: int) -> None:
-    """Put the tokenizer's files into a folder, under the names that transformers looks for."""
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, longest: int, template: str | None = None) -> None:
+    """Put the tokenizer's files into a folder, under the names that transformers looks for. `template`: the chat
+    template beside them."""
     if tokenizer.file is None:
         write_json(folder / FILE, byte_tokenizer.tokenizer_json())
         write_json(folder / CONFIG, byte_tokenizer.tokenizer_config(longest))
@@ -324,13 +325,16 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, longest: int) -> None:
         if (tokenizer.file.parent / name).is_file():
             shutil.copyfile(tokenizer.file.parent / name, folder / name)
     if not (folder / CONFIG).exists():
-        write_json(folder / CONFIG, tokenizer_config(tokenizer))
+        write_json(folder / CONFIG, tokenizer_config(tokenizer, template))
 
 
-def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
+def tokenizer_config(tokenizer: Tokenizer, template: str | None = None) -> dict[str, Any]:
     """The content of tokenizer_config.json for a tokenizer.json without one.
 
-    Without it transformers takes the class of tokenizer that the model type has, and no token that ends a text.
+    Without it transformers takes the class of tokenizer that the model type has, and no tokens that begin and end a
+    text. A name that the chat template uses stays without a text, as it was in training.
     """
     values = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    return values if tokenizer.end_token is None else {**values, "eos_token": tokenizer.end_token}
+    marks = {"bos_token": tokenizer.begin_token, "eos_token": tokenizer.end_token}
+    found = {key: text for key, text in marks.items() if text is not None and key not in (template or "")}
+    return {**values, **found, **tokenizer.names}

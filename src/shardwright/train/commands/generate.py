@@ -42,7 +42,7 @@ def prompt_ids(
     return [tokenizer.begin, *ids]
 
 
-def _begins(config: Config, tokenizer: Tokenizer) -> bool:
+def texts_begin(config: Config, tokenizer: Tokenizer) -> bool:
     """Whether texts of the run begin with the tokenizer's begin token. Conversations begin as their template does."""
     data = config.data
     if tokenizer.begin is None or {each.kind for each in data.training} != {"conversations"}:
@@ -90,7 +90,7 @@ def generate(
             )
         ids = prompt_of(prompt, template, tokenizer, config.data.spelled)
     else:
-        ids = prompt_ids(tokenizer, prompt, config.data.spelled, _begins(config, tokenizer))
+        ids = prompt_ids(tokenizer, prompt, config.data.spelled, texts_begin(config, tokenizer))
     if not ids:
         raise UserError(
             f"--prompt: expected a text of at least one token, found none in {prompt!r}; data.tokenizer = "

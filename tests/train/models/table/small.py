@@ -28,10 +28,10 @@ MOST: dict[str, int] = {
          "num_layers", "decoder_layers", "decoder_attention_heads"), 4,
     ),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_layer"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "moe_top_k"), 2),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "num_shared_experts"), 1),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "head_dim", "v_head_dim", "index_head_dim", "attention_head_dim"), 8),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "head_dim", "v_head_dim", "index_head_dim"), 8),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "index_n_heads"), 4),
     **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size", "index_topk", "chunk_size"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
@@ -142,7 +142,7 @@ def _less(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """What a constructor takes: no lists by layer, which follow from the number of layers."""
+    """Return the keys that a constructor takes: no lists by layer, which follow from the number of layers."""
     left_out = ("model_type", "dtype", "transformers_version", "per_layer_config")
     return {k: v for k, v in values.items() if k not in left_out and not isinstance(v, list)}
 

@@ -12,21 +12,24 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from shardwright.checkpoint.pretrained.files import write_json
 from shardwright.strict_json import strict_json
-from shardwright.train.commands.export import export, reader_by_kind
+from shardwright.train.commands.export import export, reader_by_kind, tokenizer_config
+from shardwright.train.commands.generate import texts_begin
 from shardwright.train.commands.hugging_face import harness
 from shardwright.train.commands.hugging_face.late_results import send
 from shardwright.train.config import Config
 from shardwright.train.config.sections.validation import YAML
 from shardwright.train.data.dataset import template_of
-from shardwright.train.data.tokens.tokenizers import CONFIG, open_tokenizer
+from shardwright.train.data.tokens.tokenizers import CONFIG, FILE, TEMPLATE, FromFile, open_tokenizer
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.run.evaluations import add_tasks
 from shardwright.train.run.folder import RunFolder, now
@@ -103,7 +106,8 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
         exported = export(run, Path(temporary) / "model", step=step, dtype=dtype, say=say)
         file = source.evaluation_file(exported.step)
-        evaluated = _computed(exported.folder, request, file, exported.step, say)
+        begins = texts_begin(config, open_tokenizer(config.data.tokenizer))
+        evaluated = _computed(exported.folder, request, file, exported.step, say, begins)
     send(source, config, exported.step, evaluated.tasks, say)
     return evaluated
 
@@ -172,24 +176,62 @@ def _check_template(template: str | None, where: str, key: str) -> None:
         )
 
 
-def _prefix(folder: Path) -> dict[str, int]:
-    """The token before a text without context: a line's end, where the tokenizer marks no begin and no end of texts.
+@contextmanager
+def tokenizer_of_requests(folder: Path, chat: bool, begins: bool) -> Iterator[dict[str, Any]]:
+    """Make a folder with the tokenizer of a model, which makes the ids of training of the texts of tasks.
 
-    Without it lm-eval fails for such a tokenizer.
+    A tokenizer of transformers puts tokens around every text: its begin token, which a chat template has written
+    already or has left out, or an end token. lm-eval leaves them to it. This one puts the begin token alone before
+    texts, if `begins`, and nothing around a `chat`.
+
+    Yields:
+        The arguments of lm-eval's model that name it.
     """
-    try:
-        settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if any(settings.get(key) is not None for key in ("bos_token", "eos_token")):
-        return {}
     tokenizer = open_tokenizer(str(folder))
-    ids = tokenizer.encode("\n")
-    return {"prefix_token_id": ids[0]} if ids and tokenizer.end is None else {}
+    assert isinstance(tokenizer, FromFile)
+    content = json.loads(tokenizer.file.read_text(encoding="utf-8"))
+    before = None if chat or not begins else tokenizer.begin_token
+    content["post_processor"] = None
+    if before is not None:
+        parts = [{"SpecialToken": {"id": before, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        second = [
+            *parts,
+            {"SpecialToken": {"id": before, "type_id": 1}},
+            {"Sequence": {"id": "B", "type_id": 1}},
+        ]
+        known = {before: {"id": before, "ids": [tokenizer.begin], "tokens": [before]}}
+        content["post_processor"] = {
+            "type": "TemplateProcessing", "single": parts, "pair": second, "special_tokens": known,
+        }  # fmt: skip
+    template = tokenizer.chat_template
+    settings = tokenizer_config(tokenizer, template)
+    if before is not None:
+        settings["bos_token"] = before  # by which lm-eval sees that a text has it already
+    with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
+        write_json(Path(temporary, FILE), content)
+        write_json(Path(temporary, CONFIG), settings)
+        if template is not None:
+            Path(temporary, TEMPLATE).write_text(template, encoding="utf-8")
+        yield {"tokenizer": temporary, **_prefix(tokenizer)}
+
+
+def _prefix(tokenizer: FromFile) -> dict[str, int]:
+    """The token before a text without context: the one that begins texts, or ends them, or a line.
+
+    lm-eval fails for a tokenizer without the first two.
+    """
+    marks = [each for each in (tokenizer.begin, tokenizer.end) if each is not None]
+    first = [*marks, *tokenizer.encode("\n")][:1]
+    return {"prefix_token_id": first[0]} if first else {}
 
 
 def _computed(
-    folder: Path, request: Mapping[str, Any], file: Path, step: int | None, say: Callable[[str], None]
+    folder: Path,
+    request: Mapping[str, Any],
+    file: Path,
+    step: int | None,
+    say: Callable[[str], None],
+    begins: bool = True,
 ) -> Evaluated:
     """Compute in another process, and write the file."""
     log = file.with_suffix(".log")
@@ -198,8 +240,8 @@ def _computed(
         stream = log.open("ab")
     at = f"step {step}" if step is not None else str(folder)
     say(f"lm-eval computes {', '.join(map(os.path.basename, request['tasks']))} of {at}; its log: {log}")
-    with stream:
-        content = {**request, "folder": str(folder), "model_args": _prefix(folder)}
+    with stream, tokenizer_of_requests(folder, request["apply_chat_template"], begins) as arguments:
+        content = {**request, "folder": str(folder), "model_args": arguments}
         found = _results(content, stream, f"see {log}")
     tasks = tasks_of(found, request["limit"], request["apply_chat_template"])
     add_tasks(file, step, tasks)

@@ -52,6 +52,7 @@ class Tokenizer(Protocol):
         end_token: the text of the token `end`.
         ends: ids at which a generated text ends: `end`, and those of the model's generation settings.
         begin: the id that the tokenizer itself puts before every text. Chat templates write it, so chats do not add it.
+        begin_token: the text of the token `begin`.
         special: ids that stand for no text, such as those at the end of a turn.
         reserved: ids that a text should not become by spelling them: special ones, and those that begin and end
             documents.
@@ -64,6 +65,7 @@ class Tokenizer(Protocol):
     end_token: str | None
     ends: tuple[int, ...]
     begin: int | None
+    begin_token: str | None
     special: frozenset[int]
     reserved: frozenset[int]
     fingerprint: str
@@ -110,6 +112,7 @@ class Bytes:
     end_token: str | None = None
     ends: tuple[int, ...] = ()
     begin: int | None = None
+    begin_token: str | None = None
     special: frozenset[int] = frozenset()
     reserved: frozenset[int] = frozenset()
     names: Mapping[str, str] = {}
@@ -170,6 +173,7 @@ class FromFile:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.begin = self._first_id()
+        self.begin_token: str | None = None if self.begin is None else self._tokenizer.id_to_token(self.begin)
         # It would add tokens, and some move the places of tokens past the blanks before them.
         self._tokenizer.post_processor = None
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
