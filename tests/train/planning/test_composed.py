@@ -75,9 +75,12 @@ def test_a_plan_of_a_search_is_that_of_a_plan_alone(before: str, words: str) -> 
     first, config = (
         config_of(f"train.compile=inductor model.n_layers=19 {each}") for each in (before, words)
     )
-    with programs.search_of_plans():
+    programs.open_search()
+    try:
         program_of(first, 2)
         searched = program_of(config, 2)
+    finally:
+        programs.close_search()
     assert plain(searched) == plain(program_of(config, 2))
 
 

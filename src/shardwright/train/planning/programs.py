@@ -117,20 +117,16 @@ class _Search:
 _SEARCH = _Search()
 
 
-@contextmanager
-def search_of_plans() -> Iterator[None]:
-    """Inside the context plans of this process share graphs of torch.compile, which compiles nothing else there."""
-    _SEARCH.is_open = True
-    try:
-        yield
-    finally:
-        _SEARCH.is_open = False
-        _SEARCH.forget()
-
-
 def open_search() -> None:
-    """Let all further plans of this process share graphs, in a process that makes nothing but plans of a search."""
+    """Let further plans of this process share graphs of torch.compile, until `close_search`. Nothing else may be
+    compiled meanwhile."""
     _SEARCH.is_open = True
+
+
+def close_search() -> None:
+    """Forget the graphs of a search."""
+    _SEARCH.is_open = False
+    _SEARCH.forget()
 
 
 @contextmanager

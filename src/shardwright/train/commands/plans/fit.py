@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwright.page.plan import losses_of, plan_page
+from shardwright.planner import cache
 from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import Device
 from shardwright.planner.search import (
@@ -35,9 +36,20 @@ from shardwright.planner.verdict import Verdict, in_gib, judge
 from shardwright.strict_json import strict_json
 from shardwright.train.commands.pages.html_file import write_page
 from shardwright.train.commands.plans.grids import changed, divides_loss, further_settings, grids_of
-from shardwright.train.commands.plans.plan import assumptions, head, is_padded, one_line, program_of, say
+from shardwright.train.commands.plans.plan import (
+    PROGRAMS,
+    assumptions,
+    begin_search,
+    end_search,
+    head,
+    is_padded,
+    one_line,
+    program_of,
+    say,
+)
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config
+from shardwright.train.config.plans.cache_key import cache_key
 from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.errors import UserError, counted
 from shardwright.train.report.progress import patience, to_stderr
@@ -47,7 +59,7 @@ SHOWN = 5  #: plans beside the best one
 USUAL = 20  #: plans of a search, about
 SECONDS = 7.0  #: between two lines about a search, where stderr is no terminal
 #: Modules that all plans need, and that take seconds to import. Importing them starts no threads.
-PRELOADED = ("shardwright.train.planning.programs", "torch._dynamo")
+PRELOADED = (PROGRAMS, "torch._dynamo")
 OF_TRANSFORMERS = "transformers.modeling_utils"  #: the same for models of transformers
 EXPOSED = 0.1  #: the part of a step in which the device waits for collectives, from which on these may help
 
@@ -157,8 +169,10 @@ def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, p
 
     further, smaller, last = further_settings(config, job.ranks, device.figures, dict(job.keys))
     made = _Plans(functools.partial(planned, job, device, rules, caches))
-    further_modules = [OF_TRANSFORMERS] if isinstance(config.model.shape(), HuggingFaceShape) else []
-    with _pool(processes, further_modules) as made.pool, patience(_Shown(), made.words):
+    with (
+        _pool(processes, _modules(config, job.ranks, device, caches)) as made.pool,
+        patience(_Shown(), made.words),
+    ):
         now = made.plan(())()
         fixed: Keys = (("parallel.layout", "ragged"),) if now is not None and now.is_padded else ()
         grids = functools.partial(
@@ -182,6 +196,15 @@ def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, p
             if value not in searched.setdefault(key, []):
                 searched[key].append(value)
     return Search(plans, made.speeds, made.failed, searched)
+
+
+def _modules(config: Config, ranks: int, device: Device, caches: bool) -> list[str]:
+    """Return the modules that plans of a search will need: none if the job's own plan is kept, and so probably all are
+    of an earlier search."""
+    key = cache_key(config, ranks, device.kind) if caches else None
+    if key is not None and cache.load(key) is not None:
+        return []
+    return [*PRELOADED, *([OF_TRANSFORMERS] if isinstance(config.model.shape(), HuggingFaceShape) else [])]
 
 
 class _Plans:
@@ -298,20 +321,21 @@ def found_of(keys: Keys, verdict: Verdict, seconds: float) -> Found:
 
 
 @contextmanager
-def _pool(processes: int, further: Sequence[str] = ()) -> Iterator[Executor | None]:
+def _pool(processes: int, modules: Sequence[str] = ()) -> Iterator[Executor | None]:
     """Processes that make plans; None: this one does.
 
-    They end at once with the search, also if it is interrupted. ``further``: modules that all of them need.
+    They end at once with the search, also if it is interrupted. ``modules``: which all of them need.
     """
     if processes == 1:
-        from shardwright.train.planning.programs import search_of_plans  # which imports torch
-
-        with search_of_plans():
+        begin_search()
+        try:
             yield None
+        finally:
+            end_search()
         return
     _start_tracker_quietly()
     others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(processes, _context(further), _begin_process) as pool:
+    with ProcessPoolExecutor(processes, _context(modules), _begin_process) as pool:
         try:
             with _interrupts_held():
                 pool.submit(int)  # forks, while this process has no other threads
@@ -329,17 +353,16 @@ def _pool(processes: int, further: Sequence[str] = ()) -> Iterator[Executor | No
 
 def _begin_process() -> None:
     warnings.simplefilter("ignore")
-    from shardwright.train.planning.programs import open_search
-
-    open_search()
+    begin_search()
 
 
-def _context(further: Sequence[str]) -> BaseContext:
+def _context(modules: Sequence[str]) -> BaseContext:
     """Return the way in which processes start. On Linux this process imports what plans need, and each process is a
-    fork of it: imports in each of eight processes were the larger part of the time of a short search."""
-    if sys.platform != "linux":
+    fork of it: imports in each of eight processes were the larger part of the time of a short search. Without
+    ``modules`` each process imports what it needs."""
+    if sys.platform != "linux" or not modules:
         return multiprocessing.get_context("spawn")
-    for name in (*PRELOADED, *further):
+    for name in modules:
         with suppress(ImportError):  # of what is not installed, which the plan says better
             importlib.import_module(name)
     import torch

@@ -27,6 +27,7 @@ from shardwright.train.config.plans.cache_key import cache_key
 from shardwright.train.config.plans.memory_edits import Keys, edits_of, edits_of_host, in_words
 from shardwright.train.errors import UserError, as_user_errors, counted
 
+PROGRAMS = "shardwright.train.planning.programs"  #: the module that makes plans, which imports PyTorch
 EDITS = 3  #: shown at most
 #: Times its part of the weights, from which on a rank has padding that another layout may save.
 PADDED = 1.5
@@ -125,6 +126,23 @@ def _run(config: Config, verdict: Verdict) -> Iterator[str]:
         yield f"{'run':8} {words}"
 
 
+_searches = False  #: whether plans of this process belong to a search
+
+
+def begin_search() -> None:
+    """Let further plans of this process take over what earlier ones have compiled, until `end_search`."""
+    global _searches
+    _searches = True
+
+
+def end_search() -> None:
+    """End what `begin_search` has begun. PyTorch may not have been imported, since all plans were kept."""
+    global _searches
+    _searches = False
+    if (programs := sys.modules.get(PROGRAMS)) is not None:
+        programs.close_search()
+
+
 def program_of(
     config: Config, ranks: int, caches: bool = True, kind: Literal["cpu", "cuda"] = "cuda"
 ) -> Program:
@@ -136,6 +154,8 @@ def program_of(
         from shardwright.train.planning import programs
 
         log_errors_alone()  # what torch says of code that it only traces is for runs
+        if _searches:
+            programs.open_search()
         program = programs.program_of(config, ranks, kind)
         if key is not None:
             cache.store(key, program)
