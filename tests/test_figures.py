@@ -1,0 +1,112 @@
+"""Figures that pages and pictures quote are those of the committed results in benchmarks/results."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers.committed import PICTURE, RESULTS, read, svg
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Columns of the README's table.
+README_ENGINES = ("Shardwright zero3", "FSDP2", "Megatron-FSDP", "DeepSpeed ZeRO-3")
+#: Columns of the table of ratios in benchmarks/README.md, after the model and the version of torch.
+RATIOS = (
+    "plain torch", "DDP", "FSDP1", "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-3", "Shardwright ddp", "Shardwright zero1",
+    "Shardwright zero2", "Shardwright zero3", "Shardwright zero3, arena", "Shardwright zero3, gloo",
+)  # fmt: skip
+MIGRATED = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed ZeRO-3"}
+MARKS = " *¹²³⁴"
+
+
+def tables(name: str) -> list[list[list[str]]]:
+    """The tables of a page, each as rows of cells, without bold type and marks of footnotes."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    found = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    return [
+        [[cell.strip(MARKS) for cell in line.strip().strip("|").split("|")] for line in table.splitlines()]
+        for table in found
+    ]
+
+
+def table_with(name: str, cell: str) -> list[list[str]]:
+    """The table of a page that has a cell with this text."""
+    return next(table for table in tables(name) if any(cell in row for row in table))
+
+
+def row_of(table: list[list[str]], name: str) -> list[list[float]]:
+    """The numbers in each cell of a row after the first cell."""
+    cells = next(row for row in table if row[0] == name)[1:]
+    return [[float(part) for part in re.findall(r"\d+(?:\.\d+)?", cell)] for cell in cells]
+
+
+def test_the_readme_has_the_figures_of_the_results() -> None:
+    committed = read()
+    table = table_with("README.md", "host time per unit of a step")
+    assert table[0][1:] == ["Shardwright", "FSDP2", "Megatron-FSDP", "DeepSpeed ZeRO-3"]
+    ours, gloo, fsdp2, deepspeed = (
+        [[model.times[name] for model in committed.models]]
+        for name in ("Shardwright zero3", "Shardwright zero3, gloo", "FSDP2", "DeepSpeed ZeRO-3")
+    )
+    assert row_of(table, "time of a step, shared memory")[:1] == ours
+    with_gloo = row_of(table, "time of a step, gloo, as between hosts")
+    assert [with_gloo[0], with_gloo[3]] == [*gloo, *deepspeed]
+    assert {*with_gloo[1]} == {*fsdp2[0]} == {1.0}
+    host = row_of(table, "host time per unit of a step")
+    named = dict(zip(README_ENGINES, host, strict=True))
+    assert {name: each[0] for name, each in named.items() if each} == {
+        name: committed.host[name] for name in README_ENGINES if name in committed.host
+    }
+    memory = row_of(table, "largest memory of a step, MiB a rank")
+    for name, shown in zip(README_ENGINES, memory, strict=True):
+        most = [model.most[name] for model in committed.models if name in model.most]
+        assert shown == [float(f"{each:.0f}") for each in most], name
+
+
+def test_the_readme_s_counts_are_those_of_the_benchmarks_page() -> None:
+    shown = row_of(
+        table_with("README.md", "dispatched operations per unit"), "dispatched operations per unit"
+    )
+    counts = table_with("benchmarks/README.md", "shardwright")
+    assert shown[:2] == [row_of(counts, "shardwright")[0], row_of(counts, "FSDP2")[0]]
+
+
+@pytest.mark.parametrize("page", MIGRATED)
+def test_a_page_of_a_library_has_the_figures_of_the_results(page: str) -> None:
+    model = read().models[0]
+    name = f"docs/migration/{page}.md"
+    assert RESULTS.name in (ROOT / name).read_text() and "6 layers" in model.title
+    table = table_with(name, "Shardwright zero3, gloo")
+    engines = table[0][1:]
+    assert engines == [MIGRATED[page], "Shardwright zero3, gloo", "Shardwright zero3"]
+    for row, figures in (
+        ("time of a step, FSDP2 = 1", model.times),
+        ("memory between steps, MiB a rank", model.between),
+        ("largest memory in a step, MiB a rank", model.most),
+    ):
+        assert row_of(table, row) == [[figures[engine]] for engine in engines]
+
+
+@pytest.mark.parametrize("version", ["2.13", "2.15"])
+def test_the_benchmarks_page_has_the_ratios_of_the_results(version: str) -> None:
+    models = read(RESULTS.with_name(f"peers-torch-{version}-cpu.txt")).models
+    rows = [row[2:] for row in table_with("benchmarks/README.md", "zero3, arena") if row[1] == version]
+    shown = [{name: float(cell) for name, cell in zip(RATIOS, row, strict=True) if cell} for row in rows]
+    assert shown == [{name: model.times[name] for name in RATIOS if name in model.times} for model in models]
+
+
+def test_the_picture_is_drawn_from_the_results() -> None:
+    assert PICTURE.read_text(encoding="utf-8") == svg(read().models), "python -m benchmarks.peers.committed"
+
+
+def test_no_page_names_a_time_beside_fsdp2_s_that_is_not_compared() -> None:
+    """A ratio in the middle of a sentence stays as it is when the results change: pages link to a table instead."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found = [
+        f"{page.name}: {sentence}"
+        for page in pages
+        for sentence in re.findall(r"[^.|\n]*\b0\.\d+ of FSDP2's time", page.read_text(encoding="utf-8"))
+    ]
+    assert found == []
