@@ -174,7 +174,7 @@ def keep_object(
 
 
 def count_of_objects() -> int:
-    """Return how many parameter objects have become sharded ones. If equal, those of an optimizer are what they were."""
+    """Return how many parameter objects have become sharded ones. It tells whether an optimizer's may have."""
     return _became
 
 
