@@ -15,7 +15,7 @@ from shardwright.memory.slab import Owner, Slab
 
 
 class Interrupt(KeyboardInterrupt):
-    """What the handler raises."""
+    """The exception that the handler raises."""
 
 
 def lines_of(call: Callable[[], None], n: int) -> int:

@@ -178,7 +178,7 @@ def keep_object(
 
 
 def count_of_objects() -> int:
-    """How many parameter objects have become sharded ones. If it has not changed, neither have an optimizer's."""
+    """Return how many parameter objects have become sharded ones. It tells whether an optimizer's may have."""
     return _became
 
 
