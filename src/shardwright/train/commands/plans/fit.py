@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import multiprocessing
@@ -61,6 +62,7 @@ SECONDS = 7.0  #: between two lines about a search, where stderr is no terminal
 #: Modules that all plans need, and that take seconds to import. Importing them starts no threads.
 PRELOADED = (PROGRAMS, "torch._dynamo")
 OF_TRANSFORMERS = "transformers.modeling_utils"  #: the same for models of transformers
+_PR_SET_PDEATHSIG = 1  #: of linux/prctl.h
 EXPOSED = 0.1  #: the part of a step in which the device waits for collectives, from which on these may help
 
 
@@ -352,6 +354,10 @@ def _pool(processes: int, modules: Sequence[str] = ()) -> Iterator[Executor | No
 
 
 def _begin_process() -> None:
+    if (
+        sys.platform == "linux"
+    ):  # forks hold each other's pipes, and so would never notice that the search was killed
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     warnings.simplefilter("ignore")
     begin_search()
 
