@@ -199,7 +199,9 @@ class Marked(nn.Parameter):
 
 @multirank(2)
 @pytest.mark.parametrize("layout", ["per_parameter", "element"])
-def test_parameters_of_a_user_s_class_tell_of_assignments_too(rank: int, world_size: int, layout: str) -> None:
+def test_parameters_of_a_user_s_class_tell_of_assignments_too(
+    rank: int, world_size: int, layout: str
+) -> None:
     model = layers()
     model[0].weight = Marked(model[0].weight.detach())
     sw.fully_shard(model, layout=layout)
