@@ -403,9 +403,9 @@ def test_adapters_are_folded_one_layer_at_a_time(
     folded: list[weakref.ref[torch.Tensor]] = []
     merged = Adapter.merged
 
-    def counted(layer: Adapter) -> torch.Tensor:
+    def counted(layer: Adapter, dtype: torch.dtype) -> torch.Tensor:
         assert not any(each() is not None for each in folded)
-        weight = merged(layer)
+        weight = merged(layer, dtype)
         folded.append(weakref.ref(weight))
         return weight
 
