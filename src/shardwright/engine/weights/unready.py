@@ -48,8 +48,10 @@ def explain(error: BaseException | None, backward: bool) -> None:
     if found := _VERSION.search(text):
         unit = unit_of_version(int(found[2]))
         if unit is not None:
-            what = f"weights of unit {unit!r}, of shape ({found[1]})"
-            error.args = (f"Backward read {what}, but {_MARK} now. {_IN_BACKWARD} (torch: {text})",)
+            error.args = (
+                f"Backward read weights of unit {unit!r}, of shape ({found[1]}), but they are not gathered now. "
+                f"{_IN_BACKWARD} (torch: {text})",
+            )
     elif _WITHOUT_MEMORY.search(text):
         units = list(dict.fromkeys(_released_units(error.__traceback__)))
         one_of = ""
