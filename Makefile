@@ -48,6 +48,7 @@ $(DOCS_STAMP): pyproject.toml tools/setup.sh tools/environment.py
 
 train: $(TRAIN_STAMP)
 	.venv/bin/shardwright train $(CONFIG) --nproc $(NPROC) $(ARGS)
+	@echo "shardwright is .venv/bin/shardwright here; docs/tutorial.md and docs/can_i.md go on from this run"
 
 # Each rank is a process that imports the tests and the package. Python compiles them once, not in each rank.
 # A test that takes ten minutes is stuck: it fails, and the others go on.

@@ -97,6 +97,16 @@ def test_the_benchmarks_page_has_the_ratios_of_the_results(version: str) -> None
     assert shown == [{name: model.times[name] for name in RATIOS if name in model.times} for model in models]
 
 
+def test_the_features_page_has_the_differences_of_the_results() -> None:
+    results = "benchmarks/results/losses-torch-2.13-cpu.txt"
+    pairs = {tuple(sorted(row[:2])): row[2] for row in table_with(results, "max diff")[2:]}
+    shown = {}
+    for engines, dtypes, difference in table_with("docs/features.md", "largest difference")[2:]:
+        ending = "-bf16" if dtypes.startswith("bfloat16") else ""
+        shown[tuple(sorted(f"{name}{ending}" for name in re.findall(r"`(\w+)`", engines)))] = difference
+    assert shown == pairs
+
+
 def test_the_picture_is_drawn_from_the_results() -> None:
     assert PICTURE.read_text(encoding="utf-8") == svg(read().models), "python -m benchmarks.peers.committed"
 

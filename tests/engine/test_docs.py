@@ -1,4 +1,4 @@
-"""The examples of docs/convenience.md and docs/parallelism.md run, one after another, as a reader would paste them."""
+"""The examples of some pages of docs/ run, one after another, as a reader would paste them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,25 @@ def test_examples_of_the_convenience_page_run(rank: int, world_size: int) -> Non
         with contextlib.redirect_stdout(output):
             exec(compile(example, "convenience.md", "exec"), names)
     assert output.getvalue() == re.findall(r"```\n(unit .*?)```", page, re.DOTALL)[0]
+
+
+@multirank(2)
+def test_the_example_of_two_models_runs(rank: int, world_size: int) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (DOCS / "can_i.md").read_text(), re.DOTALL)
+    chosen, rejected = tokens(0, 0, rank), tokens(1, 0, rank)
+
+    def shard(model: nn.Module) -> nn.Module:
+        return sw.fully_shard(model, mesh=world_mesh(2))
+
+    names = {"sw": sw, "torch": torch, "shard": shard, "build": build, "chosen": chosen, "rejected": rejected}
+    exec(compile(example, "can_i.md", "exec"), names)
+    policy, reference = names["policy"], names["reference"]
+    assert all(p.grad is None for p in reference.parameters())
+    moved = [
+        (p - q).full_tensor().abs().max()
+        for p, q in zip(policy.parameters(), reference.parameters(), strict=True)
+    ]
+    assert max(moved) > 0  # with equal weights before the step the margin is 0, and its gradient is not
 
 
 class Experts(nn.Module):

@@ -90,7 +90,9 @@ class Speed:
         if extra >= 0:
             parts.append(Loss("recomputed", extra, "operations beyond the model's", "activations.checkpoint"))
         else:
-            parts.append(Loss("skipped", extra, "operations that kernels skip, such as masked pairs", ""))
+            parts.append(
+                Loss("skipped", extra, "operations that kernels leave out, such as masked pairs", "")
+            )
         below = busy["products"] + busy["attention"] - found.ideal
         return [
             *parts,

@@ -86,6 +86,7 @@ def test_what_happened_to_a_run(copied: Path, tmp_path: Path, capsys: pytest.Cap
     (session,) = record["sessions"]
     failed = {**session, "to_step": 3, "status": "failed", "ended_by": "rank 1 was killed"}
     record["sessions"] = [failed, {**session, "from_step": 3, "attempt": 2}]
+    record["status"] = "failed"
     (copied / "run.json").write_text(json.dumps(record))
     skip = {"action": "skip", "reason": "the loss of step 5 is nan", "samples": [32, 40]}
     with (copied / "metrics.jsonl").open("a") as stream:
@@ -105,7 +106,7 @@ def test_what_happened_to_a_run(copied: Path, tmp_path: Path, capsys: pytest.Cap
         and "samples 32 to 39 are left out" in texts
         and "exit status 75, rank 1" in texts
     )
-    assert run["out_of_memory"]
+    assert run["out_of_memory"] and run["notices"][0] == "the run failed: out of memory"
 
 
 def test_objects_of_numbers_are_curves(

@@ -236,8 +236,10 @@ def test_a_short_run_saves_and_a_tiny_set_is_named(
     folder = folder_of_model(SMALL_QWEN3, tmp_path / "model")
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 20)
     capsys.readouterr()
-    words = ["--model", f"hf:{folder}", "--data", str(tmp_path / "data.jsonl"), "--on", "8xcpu", "--force"]
+    # A folder with a config.json needs no hf: before it.
+    words = ["--model", str(folder), "--data", str(tmp_path / "data.jsonl"), "--on", "8xcpu", "--force"]
     assert init(tmp_path, *words) == 0
+    assert load_config(tmp_path / "job.toml", (), ranks=8).checkpoint.every == 10  # and after the last step
     notice = "he data are about 1 step in 2 epochs, with one sequence for each rank in a step"
     assert f"warning: t{notice}" in capsys.readouterr().err
     assert f"# passes over the data. T{notice}" in (tmp_path / "job.toml").read_text()

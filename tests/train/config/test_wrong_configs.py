@@ -610,7 +610,7 @@ MODELS: list[tuple[str, str]] = [
     (f"{PYTHON}:Layerless", "model.blocks: ... found no list in Layerless; put the layers into such a list"),
     (
         f"{PYTHON}:Model --model.arguments.widht 3",
-        "model.arguments: ... unexpected keyword argument 'widht'; correct [model.arg",
+        "model.arguments: ... unexpected keyword argument 'widht'; did you mean width?",
     ),
     (
         f"{PYTHON}:Model --model.arguments.width wide",
@@ -694,7 +694,7 @@ COMMANDS: list[tuple[str, str]] = [
     ),
     (
         "train --resume changed --train.steps 4",
-        "--resume: expected the 1 document ...changed.txt, ... found other tokens: ... start a new run",
+        "--resume: ...changed.txt no longer begins with the 1 document on ... found other tokens: ... start a new run",
     ),
     (
         "train --resume unsaved --train.steps 4",

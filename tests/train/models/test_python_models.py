@@ -281,7 +281,7 @@ def test_what_a_forward_shows_is_refused_before_the_first_step(
     [
         (
             {"arguments": {"widht": 3}},
-            r"model.arguments: my_model:build\(.*unexpected keyword argument 'widht'",
+            r"model.arguments: my_model:build\(.*unexpected keyword argument 'widht'; did you mean width\?",
         ),
         ({"vocab_size": 100}, "model.vocab_size: expected at least the tokenizer's 256, found 100"),
         ({"arguments": {"vocab_size": 9}}, "expected no vocab_size here; set the key model.vocab_size"),
@@ -297,6 +297,14 @@ def test_wrong_keys(folder: Path, options: dict[str, object], message: str) -> N
     (folder / "my_model.py").write_text(MODEL)
     with pytest.raises((UserError, ValueError), match=message):
         build_model(config("my_model:build", **options).model, 256)
+
+
+def test_a_function_that_needs_the_longest_sequence_gets_it_if_it_is_set(folder: Path) -> None:
+    text = MODEL.replace("def build(vocab_size,", "def build(vocab_size, max_seq_len,")
+    (folder / "my_model.py").write_text(text)
+    with pytest.raises(UserError, match=r"'max_seq_len'; set model\.max_seq_len, the longest sequence"):
+        build_model(config("my_model:build").model, 256)
+    build_model(config("my_model:build", max_seq_len=512).model, 256)
 
 
 def test_no_plans_for_layers_that_are_cut(folder: Path) -> None:

@@ -384,6 +384,18 @@ def test_a_start_that_takes_long_says_what_it_does(monkeypatch: pytest.MonkeyPat
     assert not start.is_speaking and start.variables == {}
 
 
+def test_a_start_has_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+    start = Start()
+    start.begin("reading the text")
+    wait_for(lambda: out.getvalue().count("reading the text (") > 2)
+    start.end()
+    assert "\n" not in out.getvalue() and out.getvalue().endswith("\r\033[K")
+
+
 def test_a_start_goes_on_with_its_action_after_an_error_of_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,13 @@ const ticks = (low, high, most) => {
   for (let i = Math.ceil(low / size - 1e-9) || 0; i * size <= high + size * 1e-9; i += 1) found.push(i * size + 0);
   return found;
 };
+// The words of ticks. Where two would have the same words, all get as many decimals as the distance between ticks needs.
+const ticksInWords = (values, words) => {
+  const labels = values.map((value) => words(value));
+  if (new Set(labels).size === labels.length) return labels;
+  const decimals = Math.min(20, Math.max(0, -Math.floor(Math.log10(values[1] - values[0]) + 1e-9)));
+  return values.map((value) => value.toFixed(decimals));
+};
 const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 2", "12 4", "1 2"];
 const colorOf = (i) => `var(--c${i % 7})`;
 
@@ -14,10 +21,12 @@ const colorOf = (i) => `var(--c${i % 7})`;
 const axes = (into, box, x, y) => {
   const atX = (value) => box.left + ((value - x.low) / (x.high - x.low || 1)) * box.width;
   const atY = (value) => box.top + box.height - ((value - y.low) / (y.high - y.low || 1)) * box.height;
-  for (const value of ticks(y.low, y.high, Math.max(2, box.height / 45))) {
+  const marks = ticks(y.low, y.high, Math.max(2, box.height / 45));
+  const labels = ticksInWords(marks, y.words);
+  marks.forEach((value, i) => {
     into.append(svg("line", { class: "grid", x1: box.left, x2: box.left + box.width, y1: atY(value), y2: atY(value) }));
-    into.append(svg("text", { x: box.left - 6, y: atY(value) + 4, "text-anchor": "end" }, y.words(value)));
-  }
+    into.append(svg("text", { x: box.left - 6, y: atY(value) + 4, "text-anchor": "end" }, labels[i]));
+  });
   for (const value of ticks(x.low, x.high, Math.max(2, box.width / 80))) {
     if (x.whole && !Number.isInteger(value)) continue;
     into.append(svg("line", { class: "axis", x1: atX(value), x2: atX(value), y1: box.top + box.height, y2: box.top + box.height + 4 }));

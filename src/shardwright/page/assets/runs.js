@@ -165,7 +165,7 @@ const normsSection = (data) => {
     heatMap({ id: "unit-norms", title: "Gradient norm of each unit", rows: units, columns, values: rows, begins: beginsOf(data) }),
     beginsNote(data),
     norms.more_units ? soft(`The ${whole(units.length)} units with the largest norms; ${whole(norms.more_units)} more are in unit_norms.jsonl.`) : "",
-    norms.left_out && norms.left_out.length ? soft(`Also those of steps that were left out for a fault, before the column with which the step was made: ${norms.left_out.slice(0, 20).map(whole).join(", ")}${norms.left_out.length > 20 ? ", …" : ""}.`) : "",
+    norms.left_out && norms.left_out.length ? soft(`The picture also has norms of steps that were left out because of a fault. Such a column is before that of the same step when it was made: ${norms.left_out.slice(0, 20).map(whole).join(", ")}${norms.left_out.length > 20 ? ", …" : ""}.`) : "",
     columns.some(([first, last]) => first !== last) ? soft("A column has several records, and shows the largest norm of each unit among them.") : "",
     table("Units whose norm grew most above their median", [["unit"], ["median", true], ["largest", true], ["at step", true], ["largest / median", true], ["not finite at step", true]],
       facts.slice(0, 8).map((each) => [each.unit, isNumber(each.median) ? digits(each.median) : "-", isNumber(each.largest) ? digits(each.largest) : "-", stepAt(each.at), isNumber(each.median) && each.median > 0 ? digits(each.largest / each.median) : "-", stepAt(each.wrong)]), { id: "unit-growth" }));

@@ -141,7 +141,7 @@ class LaunchedRank:
         threading.Thread(target=leave_with, args=(self.launcher,), daemon=True).start()
         if rank == 0:
             _contact().set(SPEAKING, "")
-            START.begin("waiting for the other ranks")
+            START.begin("meeting the other ranks")
         return _met(rank, size)
 
     def open(self, config: Config, resume: str | None, world: World) -> OpenedRun:
@@ -219,7 +219,7 @@ class IndependentRank:
     def begin(self, rank: int, size: int) -> dist.Store:
         """Meet the other ranks. Returns the store that all share."""
         if rank == 0:
-            START.begin("waiting for the other ranks")
+            START.begin("meeting the other ranks")
         watch_start(rank, self.configured, self._record, self._begun)
         self._store = _met(rank, size)
         return self._store

@@ -7,6 +7,7 @@ import itself takes seconds and has a message.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import time
@@ -69,13 +70,13 @@ class Start:
         self._printed = ""
 
     def begin(self, doing: str) -> None:
-        """From now on print the current action: on a terminal every few seconds, elsewhere once. A quick start prints
-        nothing."""
+        """From now on print the current action: on a terminal every few seconds in one line, elsewhere once. A quick
+        start prints nothing."""
         if self._speaking is None:
             self._began = float(os.environ.get(BEGAN_VARIABLE, time.monotonic()))
             self._speaking, self._printed = ExitStack(), ""
             self._repeats = sys.stdout.isatty()
-            self._speaking.enter_context(patience(_print, self._line))
+            self._speaking.enter_context(patience(self._print, self._line))
         self.doing(doing)
 
     @property
@@ -86,7 +87,7 @@ class Start:
         """Set the current action. If the start is already slow, print it at once."""
         changed, self._doing = text != self._doing, text
         if changed and self.is_speaking and time.monotonic() - self._began >= EVERY:
-            _print(self._line())
+            self._print(self._line())
 
     @property
     def variables(self) -> dict[str, str]:
@@ -97,6 +98,7 @@ class Start:
     def left_to_others(self) -> Iterator[None]:
         """Print nothing inside the context, because other code prints there."""
         before, self._doing = self._doing, ""
+        self._clear()
         try:
             yield
         finally:
@@ -106,6 +108,7 @@ class Start:
         if self._speaking is not None:
             speaking, self._speaking = self._speaking, None
             speaking.close()
+            self._clear()
 
     def _line(self) -> str:
         """Empty if there is nothing new to say to a file or a pipe."""
@@ -114,11 +117,23 @@ class Start:
         self._printed = self._doing
         return f"{self._doing} ({time.monotonic() - self._began:.0f} s)"
 
+    def _print(self, text: str) -> None:
+        if not text:
+            return
+        # On a terminal the cursor goes back to the start of the line, so that the next line, also one of other code,
+        # takes its place.
+        _write(f"{text[: shutil.get_terminal_size().columns - 1]}\033[K\r" if self._repeats else f"{text}\n")
 
-def _print(text: str) -> None:
+    def _clear(self) -> None:
+        """Remove the line of a terminal before other code prints."""
+        if self._printed and self._repeats:
+            _write("\033[K")
+            self._printed = ""
+
+
+def _write(text: str) -> None:
     try:
-        if text:
-            print(text, flush=True)
+        print(text, end="", flush=True)
     except (OSError, ValueError):
         pass  # Nobody reads the output any more. The job's own output raises this error, too.
 

@@ -167,6 +167,10 @@ class ShownRun:
             notices.append(
                 f"memory.txt: the last {len(more_text):,} of {len(self.memory):,} characters are left out of this page"
             )
+        if self.record.get("status") == "failed" and (
+            reason := last.get("ended_by") or self.end.get("reason")
+        ):
+            notices.insert(0, shortened(f"the run failed: {reason}"))
         return {
             "name": self.name,
             "folder": str(self.path),

@@ -22,6 +22,7 @@ from shardwright.train.config.catalog.kinds import kinds, near_name, sizes_of
 from shardwright.train.config.load import load_config
 from shardwright.train.config.plans.job_of_model import MODEL_PREFIX
 from shardwright.train.config.schema import Config, toml_value
+from shardwright.train.config.shapes.foreign import CONFIG
 from shardwright.train.config.shapes.hub import is_hub_name
 from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.data.sources.places import PYDOC, SUFFIXES, locate, size_of
@@ -43,6 +44,7 @@ FEW = 6  #: steps of fine-tuning below which there is a notice
 WARMUP = 10  #: steps of the warm-up of fine-tuning, at most a tenth of the run, or else `WARMUP_PART` of it
 WARMUP_PART = 0.03
 SAVES, LONGEST = 10, 200  #: checkpoints in a run, or more: there are at most so many steps between two
+SHORTEST = 10  #: steps between two checkpoints at least; a run also saves after its last step
 BYTES = "bytes"
 BYTES_OF_A_TOKEN = 4  #: about, of text in files
 SEQ_LEN = 4096  #: or the longest of the model
@@ -96,7 +98,8 @@ def presets() -> list[str]:
 
 
 def checked_model(model: str) -> str:
-    """The name of a model, unless there is none of this name.
+    """Return the name of a model, with the prefix of models of transformers if it is a folder with a config.json or a
+    name on the hub.
 
     Raises:
         UserError: there is none.
@@ -106,6 +109,8 @@ def checked_model(model: str) -> str:
             section: Section = {"kind": ("hf", ""), "path": (model.removeprefix(MODEL_PREFIX), "")}
             _shape(section, Path(folder), model)
     elif model not in presets():
+        if os.path.isfile(os.path.join(model, CONFIG)) or ("/" in model and is_hub_name(model)):
+            return checked_model(MODEL_PREFIX + model)
         near = next((each for each in presets() if each.lower().endswith(model.lower())), None)
         near = near or near_name(model, presets())
         hint = f"; did you mean {near!r}?" if near and model else ""
@@ -245,7 +250,8 @@ def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
     sections["optimizer"] = {"lr": (rate, "peak learning rate"), "warmup_steps": (warmup, about)}
     sections["validation"] = {"every": (_interval(steps, 100, SAVES // 2), "steps")}
     unknown = "" if steps else "; a smaller number for a short run: train prints its steps"
-    sections["checkpoint"] = {"every": (_interval(steps, LONGEST, SAVES), f"steps{unknown}")}
+    every = max(SHORTEST, _interval(steps, LONGEST, SAVES))
+    sections["checkpoint"] = {"every": (every, f"steps{unknown}")}
     return sections
 
 
@@ -334,7 +340,7 @@ def _data(wanted: Wanted, model: str) -> Section:
     if wanted.is_bytes:
         section["tokenizer"] = (BYTES, "each byte is a token; else a folder or name of Hugging Face")
         return section
-    template = "it needs a chat template, or set chat_template" if "messages" in keys else ""
+    template = "if it has no chat template, set chat_template to a file" if "messages" in keys else ""
     section["tokenizer"] = (wanted.tokenizer or model, template)
     if wanted.is_foreign:
         section["packing"] = ("best_fit", "whole documents, as many as fit into a sample")

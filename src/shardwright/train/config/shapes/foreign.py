@@ -173,7 +173,7 @@ def check_config(path: str, config: Mapping[str, Any]) -> None:
         method = config["quantization_config"].get("quant_method", "unknown")
         raise ValueError(
             f"path: expected weights in floating point, found {path} with quantised weights (method {method}); set a "
-            "model that is not quantised"
+            "model that is not quantised, or a copy in bfloat16: docs/models.md, Quantised weights"
         )
     for values in (config, _text_config(config)):
         try:

@@ -92,9 +92,9 @@ def check_grown(known: Known, tokens: Tokens, places: Sequence[object], name: st
         if old != new and not grown:
             documents = counted(old.documents, "document")
             raise UserError(
-                f"--resume: expected the {documents} that the run has of {places[number]}, then any "
-                "appended ones, found other tokens: a document, the tokenizer or the template was changed, or a new "
-                "file comes before an old one; restore it or start a new run"
+                f"--resume: {places[number]} no longer begins with the {documents} on which the run was trained; "
+                "expected these, then any appended ones, found other tokens: a document, the tokenizer or the template "
+                "was changed, or a new file comes before an old one; restore it or start a new run"
             )
 
 

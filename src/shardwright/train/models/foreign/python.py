@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwright.context import Split, context_parallel
 from shardwright.extend.registry import ExtensionError, call, import_value
 from shardwright.train.config.shapes.foreign import PythonShape
-from shardwright.train.errors import UserError, as_user_errors
+from shardwright.train.errors import UserError, as_user_errors, did_you_mean
 from shardwright.train.models.foreign.module import ForeignModel
 from shardwright.train.models.foreign.units import Units, find_units
 from shardwright.train.models.language_model import multiplied
@@ -155,9 +155,19 @@ def _arguments(function: Callable[..., Any], shape: PythonShape) -> dict[str, An
     except TypeError as error:
         raise UserError(
             f"model.arguments: {shape.target}{signature} cannot be called with "
-            f"{', '.join(arguments) or 'no arguments'}: {error}; correct [model.arguments]"
+            f"{', '.join(arguments) or 'no arguments'}: {error}{_way_out(signature, shape)}"
         ) from None
     return arguments
+
+
+def _way_out(signature: inspect.Signature, shape: PythonShape) -> str:
+    """Return what to change so that the user's function can be called, as the end of a message."""
+    length = signature.parameters.get("max_seq_len")
+    if length is not None and length.default is length.empty and shape.max_seq_len is None:
+        return "; set model.max_seq_len, the longest sequence in tokens, which has no default"
+    unknown = [key for key in shape.arguments if key not in signature.parameters]
+    near = did_you_mean(unknown[0], list(signature.parameters)) if unknown else ""
+    return near or "; correct [model.arguments]"
 
 
 def _problems(model: nn.Module) -> list[str]:

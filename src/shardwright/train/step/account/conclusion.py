@@ -226,6 +226,8 @@ def summary(
         f"  loss curve      {folder.picture}",
         *(f"  warning         {warning}" for warning in warnings),
         *sample_lines,
+        f"  next            shardwright generate {folder.path} --prompt TEXT, export {folder.path} FOLDER,",
+        f"                  report {folder.path}",
         "",
     ]
     return "\n".join(lines)
