@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +42,8 @@ def test_the_example_of_two_models_runs(rank: int, world_size: int) -> None:
     def shard(model: nn.Module) -> nn.Module:
         return sw.fully_shard(model, mesh=world_mesh(2))
 
-    names = {"sw": sw, "torch": torch, "shard": shard, "build": build, "chosen": chosen, "rejected": rejected}
+    names: dict[str, Any] = {"sw": sw, "torch": torch, "shard": shard, "build": build}
+    names |= {"chosen": chosen, "rejected": rejected}
     exec(compile(example, "can_i.md", "exec"), names)
     policy, reference = names["policy"], names["reference"]
     assert all(p.grad is None for p in reference.parameters())
@@ -63,7 +65,8 @@ def test_examples_of_the_parallelism_page_run(rank: int, world_size: int) -> Non
     page, _, _ = (DOCS / "parallelism.md").read_text().partition("### In your own loop")
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(examples) == 3
-    names = {"sw": sw, "torch": torch, "nn": nn, "distribute_tensor": distribute_tensor, "Experts": Experts}
+    names: dict[str, Any] = {"sw": sw, "torch": torch, "nn": nn, "distribute_tensor": distribute_tensor}
+    names["Experts"] = Experts
     names |= {"model": build(), "tokens": torch.arange(16).view(2, 8) % 11}
     for example in examples:
         exec(compile(example, "parallelism.md", "exec"), names)
