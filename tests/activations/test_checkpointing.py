@@ -95,7 +95,7 @@ def test_kept_results_are_freed_without_the_collector(backward: bool) -> None:
 
 @pytest.mark.parametrize("kind, again", [("none", 0), ("ops", 0), ("half_ops", 2), ("full", 4)])
 def test_so_many_products_are_computed_again(kind: str, again: int) -> None:
-    """Of a block with four. Each needs two more for its gradients."""
+    """The block has four products. Each needs two more for its gradients."""
 
     class Products(TorchDispatchMode):
         count = 0

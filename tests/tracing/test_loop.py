@@ -469,7 +469,7 @@ def test_a_loop_that_waits_for_a_value_is_refused() -> None:
 def test_a_parameter_without_a_gradient_changes_nothing_for_the_others(
     strategy: str, micro_batches: int, offload: bool, frozen: bool
 ) -> None:
-    """Of its unit. It has neither a gradient nor a state itself, like a frozen one."""
+    """The parameter has neither a gradient nor a state itself, like a frozen one."""
 
     class Part(torch.nn.Module):
         def __init__(self, unused: str) -> None:
@@ -510,7 +510,7 @@ def test_a_parameter_without_a_gradient_changes_nothing_for_the_others(
 
 
 def test_a_gather_may_be_larger_than_the_memory_of_this_machine() -> None:
-    """Of units with 512 GiB on 8 ranks. The memory of a slab is given back after each use."""
+    """The units have 512 GiB on 8 ranks. The memory of a slab is given back after each use."""
 
     class Few(torch.nn.Module):
         def __init__(self) -> None:

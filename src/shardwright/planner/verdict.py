@@ -159,7 +159,7 @@ class Verdict:
         return "\n".join(f"{head:8} {text}" for head, text in rows)
 
     def _host_in_words(self) -> str:
-        """How the need of all ranks of a node compares with the memory of their host."""
+        """Whether the memory of a host suffices for all ranks of its node."""
         count = self.device.ranks_of_node(self.ranks)
         ranks = "the rank" if count == 1 else f"the {count} ranks"
         need = f"{in_gib(self.host_need)} GiB for {ranks} of a node, with {in_gib(PROCESS)} for each process"

@@ -204,7 +204,7 @@ def test_the_phases_of_a_verdict_and_the_host_of_a_save() -> None:
     exact = 3 * plain.exact["optimizer"] / 2
     assert exact <= staged.host["staging"] <= exact + (3 << 20)
     assert json.loads(as_json(staged))["phases"][SAVE]["host_bytes"] == staged.host["staging"]
-    assert str(staged).splitlines()[-1].startswith("host")
+    assert str(staged).splitlines()[-2].startswith("host")
 
 
 def test_only_saves_before_the_last_one_copy_to_the_host() -> None:

@@ -50,8 +50,8 @@ from shardwright.train.commands.plans.plan import (
 )
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config
+from shardwright.train.config.catalog.kinds import base_of
 from shardwright.train.config.plans.cache_key import cache_key
-from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.errors import UserError, counted
 from shardwright.train.report.progress import patience, to_stderr
 
@@ -206,7 +206,7 @@ def _modules(config: Config, ranks: int, device: Device, caches: bool) -> list[s
     key = cache_key(config, ranks, device.kind) if caches else None
     if key is not None and cache.load(key) is not None:
         return []
-    return [*PRELOADED, *([OF_TRANSFORMERS] if isinstance(config.model.shape(), HuggingFaceShape) else [])]
+    return [*PRELOADED, *([OF_TRANSFORMERS] if base_of(config.model.shape()) is not None else [])]
 
 
 class _Plans:
