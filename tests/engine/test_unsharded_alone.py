@@ -20,7 +20,8 @@ from tests.support import multirank
 #: Said by a rank whose model was called, and by one whose model was not.
 GOES_ON = (
     r"diverged: rank 0 .*full parameters.*; rank 1 \w+ .*unit|"
-    r"diverged: ranks \[0\] of \[0, 1\] read .* full parameters \(unsharded\), and ranks \[1\] run a unit"
+    r"diverged: ranks \[0\] of \[0, 1\] read .* full parameters \(unsharded\), and ranks \[1\] run a unit|"
+    r"diverged: ranks \[0\] gather full parameters \(unsharded, stream_weights\); ranks \[1\] run a unit"
 )
 
 

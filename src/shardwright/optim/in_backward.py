@@ -269,7 +269,6 @@ class _InBackward:
             root.recover_if_failed()
         reduce_held(parameters)
         self._complete()
-        steps.end_step()  # again, since units whose gradients arrived late were stepped only now
         forget_stepped(parameters)
         steps.step_called, again = True, steps.again
         steps.end_step()

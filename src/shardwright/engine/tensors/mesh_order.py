@@ -39,8 +39,9 @@ def check_ascends(*parts: DeviceMesh) -> None:
             )
 
 
-#: Meshes that were made below, by the group of the first axis of the given mesh, and by what else defines them.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]] = weakref.WeakKeyDictionary()
+#: Meshes that were made below, by the name of the group of the given mesh's first axis and by what else defines them.
+#: With each is a reference to that group, because another group may get the same name later.
+_made: dict[object, tuple[weakref.ref[dist.ProcessGroup], DeviceMesh]] = {}
 
 
 def ascending(mesh: DeviceMesh) -> DeviceMesh:
@@ -52,11 +53,13 @@ def ascending(mesh: DeviceMesh) -> DeviceMesh:
     """
     if ascends(mesh):
         return mesh
-    made = _made.setdefault(mesh.get_group(0), {})
-    key = mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())
-    if key not in made:
-        made[key] = _ascending(mesh)
-    return made[key]
+    group = mesh.get_group(0)
+    names, ranks = mesh.mesh_dim_names, tuple(mesh.mesh.flatten().tolist())
+    key = group.group_name, mesh.device_type, names, tuple(mesh.shape), ranks
+    known = _made.get(key)
+    if known is None or known[0]() is not group:
+        known = _made[key] = weakref.ref(group), _ascending(mesh)
+    return known[1]
 
 
 def _ascending(mesh: DeviceMesh) -> DeviceMesh:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import (
@@ -312,6 +313,11 @@ def refuse_while_deferring(doing: str) -> None:
         )
 
 
+#: Pairs of equal meshes that are two objects, by their ids. torch gives the parameters of a later model the mesh of an
+#: earlier one, and its comparison of meshes is slow for a loop over the parameters of each step.
+_equal_meshes: dict[tuple[int, int], tuple[weakref.ref[DeviceMesh], weakref.ref[DeviceMesh]]] = {}
+
+
 def is_cut_like(gradient: torch.Tensor, parameter: Any) -> bool:
     """Return whether a gradient of a sharded parameter is cut as the parameter is."""
     if isinstance(parameter, RaggedTensor):
@@ -321,9 +327,18 @@ def is_cut_like(gradient: torch.Tensor, parameter: Any) -> bool:
     if not isinstance(gradient, DTensor):
         return False
     own, of_parameter = gradient._spec, parameter._spec
-    return own.placements == of_parameter.placements and (
-        own.mesh is of_parameter.mesh or own.mesh == of_parameter.mesh
-    )
+    if own.placements != of_parameter.placements:
+        return False
+    one, other = own.mesh, of_parameter.mesh
+    if one is other:
+        return True
+    known = _equal_meshes.get((id(one), id(other)))
+    if known is not None and known[0]() is one and known[1]() is other:
+        return True
+    if one == other:
+        _equal_meshes[id(one), id(other)] = weakref.ref(one), weakref.ref(other)
+        return True
+    return False
 
 
 def unit_of(parameter: torch.Tensor) -> Any:
