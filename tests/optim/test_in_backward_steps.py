@@ -169,7 +169,7 @@ class Adapted(nn.Module):
 
 @multirank(2)
 @pytest.mark.parametrize("later", ["root", "block", "adapter"])
-def test_parameters_that_a_later_fully_shard_shards_are_followed(
+def test_parameters_that_a_later_fully_shard_shards_are_refused_or_followed(
     rank: int, world_size: int, later: str
 ) -> None:
     def build() -> tuple[Any, Callable[[], None]]:
@@ -184,7 +184,12 @@ def test_parameters_that_a_later_fully_shard_shards_are_followed(
     model, shard_the_rest = build()
     optimizer = sw.optim.in_backward(torch.optim.AdamW(model.parameters(), lr=0.1))
     shard_the_rest()
+    with pytest.raises(RuntimeError, match=r"were sharded after sw\.optim\.in_backward"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"were sharded after sw\.optim\.in_backward"):
+        loss_of(model, data(0, rank)).backward()
     before = [full(p.detach()).clone() for p in model.parameters()]
+    sw.fully_shard_optimizer(optimizer)
     loss_of(model, data(0, rank)).backward()
     sharded = [hasattr(p, "full_tensor") for p in model.parameters()]
     gone = [type(p.grad).__name__ == "SteppedGradient" for p in model.parameters()]

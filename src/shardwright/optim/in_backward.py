@@ -162,6 +162,16 @@ class _InBackward:
             if not any(stepper is self for stepper in unit.stepping.steppers):
                 unit.stepping.steppers.append(self)
 
+    def _refuse_later_units(self) -> None:
+        """Raise if a later ``fully_shard`` made units of parameters of this optimizer, which backward would not step."""
+        for unit in self._units():
+            if unit.stepping is None or all(stepper is not self for stepper in unit.stepping.steppers):
+                raise RuntimeError(
+                    f"The parameters of unit {unit.name!r} were sharded after sw.optim.in_backward, so backward does "
+                    "not step them. Call shardwright.fully_shard_optimizer(optimizer) after fully_shard, or in_backward "
+                    "after it."
+                )
+
     def _followed(self) -> None:
         _refuse_whole(self)
         _refuse_taken(self, parameters := [p for group in self.param_groups for p in group["params"]])  # type: ignore[arg-type]
@@ -199,6 +209,7 @@ class _InBackward:
         if steps.calls is None or not steps.calls.open:
             _refuse_hooks(self)  # type: ignore[arg-type]
             refuse_dead([p for group in self.param_groups for p in group["params"]])
+            self._refuse_later_units()
             tell_schedulers(self)  # type: ignore[arg-type]
             steps.calls = CallsInBackward(self)  # type: ignore[arg-type]
         self._send_state(unit, [p for mine in self._params_of(unit) for p in mine])  # type: ignore[attr-defined]
@@ -264,6 +275,7 @@ class _InBackward:
         steps = _steps_of(self)
         parameters = [p for group in self.param_groups for p in group["params"]]
         refuse_dead(parameters)
+        self._refuse_later_units()
         for root in {id(r): r for unit in self._units() if (r := root_of(unit)) is not None}.values():
             root.agreement.check()
             root.recover_if_failed()
