@@ -179,4 +179,4 @@ def check(name: str, rank: int, world_size: int) -> dict[str, int]:
 @pytest.mark.parametrize("name", MODELS)
 def test_tensors_that_no_unit_returns_are_right_or_refused(rank: int, world_size: int, name: str) -> None:
     counts = check(name, rank, world_size)
-    assert counts["equal" if name == "ddp" else "refused"]
+    assert counts["equal" if name in ("ddp", "zero2") else "refused"]  # they keep their weights
