@@ -163,13 +163,13 @@ class _InBackward:
                 unit.stepping.steppers.append(self)
 
     def _refuse_later_units(self) -> None:
-        """Raise if a later ``fully_shard`` made units of parameters of this optimizer, which backward would not step."""
+        """Raise if a later ``fully_shard`` made units of this optimizer's parameters: backward would not step them."""
         for unit in self._units():
             if unit.stepping is None or all(stepper is not self for stepper in unit.stepping.steppers):
                 raise RuntimeError(
                     f"The parameters of unit {unit.name!r} were sharded after sw.optim.in_backward, so backward does "
-                    "not step them. Call shardwright.fully_shard_optimizer(optimizer) after fully_shard, or in_backward "
-                    "after it."
+                    "not step them. Call shardwright.fully_shard_optimizer(optimizer) after fully_shard, or in_backward after "
+                    "it."
                 )
 
     def _followed(self) -> None:
