@@ -168,8 +168,8 @@ class _InBackward:
             if unit.stepping is None or all(stepper is not self for stepper in unit.stepping.steppers):
                 raise RuntimeError(
                     f"The parameters of unit {unit.name!r} were sharded after sw.optim.in_backward, so backward does "
-                    "not step them. Call shardwright.fully_shard_optimizer(optimizer) after fully_shard, or in_backward after "
-                    "it."
+                    "not step them. Call shardwright.fully_shard_optimizer(optimizer) after fully_shard, or "
+                    "in_backward after it."
                 )
 
     def _followed(self) -> None:
