@@ -830,7 +830,7 @@ subclasses_dispatch = _subclasses_dispatch()
 set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
 _exchange_tensors = getattr(torch._C, "_swap_tensor_impl", None)
 _EMPTY = torch.empty(0, device="cpu")
-#: The number of references to a tensor in C++: that of its object, and those of graphs.
+#: The number of C++ references to a tensor: one by its Python object, and one by each graph that uses it.
 _references_to = _probe(torch.Tensor, "_use_count")
 #: Whether an object that is laid out as ``nn.Parameter`` can become a sharded tensor.
 objects_become_sharded = subclasses_dispatch and _exchange_tensors is not None
@@ -1065,7 +1065,7 @@ set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.gra
 
 
 def waits_for_other_gradients(hook: Any) -> bool:
-    """Return whether a gradient hook is that of ``register_multi_grad_hook`` with mode "all".
+    """Return whether a gradient hook was made by ``register_multi_grad_hook`` with mode "all".
 
     It counts the nodes of its tensors that autograd will run, and a sharded parameter has none that autograd runs.
     """

@@ -16,7 +16,7 @@ import shardwright as sw
 from shardwright._torch import TorchDispatchMode
 from shardwright.activations.checkpointing import checkpoint_blocks
 
-#: What a block does with the result of its first matrix product, which "ops" keeps.
+#: Things that a block does with the result of its first matrix product, which "ops" keeps.
 WRITES: dict[str, Callable[[Tensor], Tensor]] = {
     "nothing": lambda y: y,
     "whole": lambda y: y.mul_(0.5),

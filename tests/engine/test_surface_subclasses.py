@@ -453,7 +453,7 @@ def float8(weight: torch.Tensor, log: list[Any]) -> torch.Tensor:
     return made
 
 
-#: What a parameter is made of, from a plain weight.
+#: Functions that make a parameter from a plain weight.
 MADE: dict[str, Any] = {
     "plain": lambda weight, log: weight,
     "flattened": Flattened,

@@ -40,7 +40,7 @@ SAVED_OPS = (
 )
 
 
-#: Of the kinds that keep products: of how many products one is kept.
+#: The kinds that keep some matrix products; a kind with the number n keeps every n-th product.
 SELECTIVE = {"ops": 1, "half_ops": 2}
 
 

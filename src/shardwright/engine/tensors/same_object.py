@@ -185,7 +185,7 @@ def count_of_objects() -> int:
 # -- tensors of which every use is refused -----------------------------------------------------------------------------
 
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_meta", "requires_grad")
-#: What such a tensor still says about itself.
+#: The reads that such a tensor still answers, because they describe it and use no values.
 _DESCRIBES = {
     *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.__repr__,

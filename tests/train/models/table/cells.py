@@ -31,7 +31,7 @@ from tests.train.models.kit.foreign import NATIVE
 from tests.train.models.table.small import save_small
 
 LENGTH, BATCH = 16, 4
-#: Of the length of a vector of gradients: rounding of float32, where experts and chunks sum in another order.
+#: Tolerance relative to the norm of all gradients: float32 rounding, since experts and chunks sum in another order.
 TOLERANCE = 2e-4
 WORKS, REFUSED, LATE, WRONG, CRASH = "works", "refused", "refused in ranks", "WRONG", "CRASH"
 PLAIN = "not in transformers"  #: the plain model itself does not load or run

@@ -63,7 +63,7 @@ def _of_full_training(name: str) -> Conflict[Sections]:
     )
 
 
-#: What does not go together with frozen parameters, what is expected, and whether a value is another one.
+#: Settings that exclude frozen parameters: the key, the expected value in words, and a check for any other value.
 _WITHOUT_FROZEN: tuple[tuple[str, str, Callable[[Sections], bool]], ...] = (
     ("parallel.tensor", "1", lambda c: c.parallel.tensor > 1),
     ("train.float8", "'none'", lambda c: c.train.float8 != "none"),
