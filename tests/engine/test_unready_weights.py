@@ -119,11 +119,20 @@ def build(keeps: str, frozen: bool) -> Net:
     return Net(keeps, frozen)
 
 
+#: Strategies of a mesh of two axes.
+ON_TWO_AXES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "hsdp": ({}, {"strategy": "hsdp"}),
+    "hfsdp": ({}, {"strategy": "hfsdp"}),
+    "hfsdp, arena": ({"memory": "arena"}, {"strategy": "hfsdp"}),
+}
+
+
 def shard(model: Net, world_size: int, name: str) -> Net:
-    of_root, of_all = MODELS[name]
+    of_root, of_all = (MODELS | ON_TWO_AXES)[name]
+    mesh = world_mesh(world_size // 2, 2) if name in ON_TWO_AXES else world_mesh(world_size)
     for unit in (model.first, *model.trunk):
-        sw.fully_shard(unit, mesh=world_mesh(world_size), **of_all)
-    return sw.fully_shard(model, mesh=world_mesh(world_size), **of_root, **of_all)
+        sw.fully_shard(unit, mesh=mesh, **of_all)
+    return sw.fully_shard(model, mesh=mesh, **of_root, **of_all)
 
 
 def step(model: Net, read: Callable[..., None] | None, rank: int, number: int) -> list[torch.Tensor]:
@@ -180,3 +189,10 @@ def check(name: str, rank: int, world_size: int) -> dict[str, int]:
 def test_tensors_that_no_unit_returns_are_right_or_refused(rank: int, world_size: int, name: str) -> None:
     counts = check(name, rank, world_size)
     assert counts["equal" if name in ("ddp", "zero2") else "refused"]  # they keep their weights
+
+
+@multirank(4)
+@pytest.mark.extensive("the same on two axes")
+@pytest.mark.parametrize("name", ON_TWO_AXES)
+def test_on_two_axes_too(rank: int, world_size: int, name: str) -> None:
+    assert check(name, rank, world_size)["refused"]
