@@ -241,3 +241,22 @@ def test_the_old_folder_comes_back_if_the_last_step_is_interrupted(
         sw.save_pretrained(nn.Linear(3, 3), tmp_path / "saved", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert contents(tmp_path / "saved")["weight"].shape == (2, 2)
+
+
+class Counting(nn.Linear):
+    """A layer with extra state, or with none to speak of."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(2, 2)
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+
+def test_extra_state_that_is_not_written_is_named(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    states = ({"batches": 3}, torch.ones(1), None, torch.empty(0, dtype=torch.uint8))
+    sw.save_pretrained(nn.Sequential(*map(Counting, states[2:])), tmp_path / "without")
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="the extra state of '0', '1' "):
+        sw.save_pretrained(nn.Sequential(*map(Counting, states)), tmp_path / "with")

@@ -7,6 +7,7 @@ into its place. The folder gets its name when it is complete.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ def save_pretrained(
     One file ``model.safetensors``, or several with ``model.safetensors.index.json``, as Hugging Face names them. For a
     sharded model every rank must call it. Parameters are gathered one at a time, and the mesh's first rank writes, so a
     rank holds at most the largest parameter beside its shards. For a plain model call it on one rank. Tied weights are
-    written once, under the first of their names. Call it between steps.
+    written once, under the first of their names. The extra state of modules (``get_extra_state``) is not written, and a
+    warning names these modules. Call it between steps.
 
     The folder is written under another name and renamed when it is complete and on disk. If anything fails on any rank,
     the new folder is removed and every rank raises an error.
@@ -103,10 +105,18 @@ def write_model(
     at_rest(units, "save_pretrained was called")
     limit = bytes_of(max_shard_size, "max_shard_size")
     ranks = RankGroup.of_mesh(mesh_of(units))
-    plan, place = ranks.run_own(
-        lambda: (_plan(model, key_map, dtype, limit), ModelFolder.at(path)), others_raise=OtherRankFailed
+    plan, place, left = ranks.run_own(
+        lambda: (_plan(model, key_map, dtype, limit), ModelFolder.at(path), _extra_states(model)),
+        others_raise=OtherRankFailed,
     )
     writes = ranks.is_first
+    if writes and left:
+        warnings.warn(
+            f"safetensors files hold parameters and buffers alone, so the extra state of {', '.join(left[:6])}"
+            f"{', ...' if len(left) > 6 else ''} (get_extra_state) is not saved. Make it a buffer, or save it beside "
+            "the weights, as shardwright.checkpoint.save_state does.",
+            stacklevel=3,
+        )
     error: Exception | None = None
     with _FolderWriter(place, plan, overwrite) as writer:
         ranks.run_own(writer.begin if writes else lambda: None, others_raise=OtherRankFailed)
@@ -165,6 +175,20 @@ def write_stored_file(
         for group in stored.groups:
             for key, tensor in stored.stored_tensors(group, read(group)):
                 target.write(key, tensor)
+
+
+def _extra_states(model: nn.Module) -> list[str]:
+    """The names of modules whose extra state says something: None and empty tensors, as of fp8 that is off, do not."""
+    states = {
+        name: module.get_extra_state()
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+    return [
+        repr(name) if name else "the model"
+        for name, state in states.items()
+        if state is not None and not (isinstance(state, Tensor) and state.numel() == 0)
+    ]
 
 
 def _whole(entry: ModelTensor) -> Tensor:

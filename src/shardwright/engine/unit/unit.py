@@ -34,6 +34,7 @@ from shardwright.engine.tensors.unset import carry_mark
 from shardwright.engine.unit.accumulation import Gradients, ranks_of_scatters
 from shardwright.engine.unit.values import Values
 from shardwright.engine.unit.watch import ModuleWatch
+from shardwright.engine.weights.unready import NOT_THROUGH_OUTPUTS
 from shardwright.engine.weights.weights import Weights
 from shardwright.layout import plan_unit
 from shardwright.memory import Owner, Slab
@@ -254,8 +255,7 @@ class Unit:
         if not self.activity.entered and not self.weights.ready:
             raise RuntimeError(
                 f"Backward used unit {self.name!r} before its backward hook ran, so its weights are not gathered. "
-                "Return every tensor from which backward starts as an output of the unit. Outputs may be tensors in "
-                "tuples, lists, dicts or dataclasses. Or keep the tensor in an attribute of one of the unit's modules."
+                f"{NOT_THROUGH_OUTPUTS}"
             )
 
 

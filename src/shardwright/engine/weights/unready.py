@@ -23,7 +23,8 @@ _WITHOUT_MEMORY = re.compile(
 )
 _MARK = "they are not gathered"
 _NAMED = 6  #: as many units a message names
-_IN_BACKWARD = (
+#: Why a backward reads weights that are not gathered, and what to do.
+NOT_THROUGH_OUTPUTS = (
     "Backward reached the unit through a tensor that is not one of its outputs, such as one that a forward hook or a "
     "list kept, or after it had left the unit. Return every tensor from which backward starts as an output of the "
     "unit (outputs may be in tuples, lists, dicts or dataclasses), or keep it in an attribute of one of the unit's "
@@ -44,13 +45,13 @@ def explain(error: BaseException | None, backward: bool) -> None:
     """
     if type(error) is not RuntimeError or len(error.args) != 1 or _MARK in (text := str(error)):
         return
-    why = _IN_BACKWARD if backward else _IN_FORWARD
+    why = NOT_THROUGH_OUTPUTS if backward else _IN_FORWARD
     if found := _VERSION.search(text):
         unit = unit_of_version(int(found[2]))
         if unit is not None:
             error.args = (
                 f"Backward read weights of unit {unit!r}, of shape ({found[1]}), but they are not gathered now. "
-                f"{_IN_BACKWARD} (torch: {text})",
+                f"{NOT_THROUGH_OUTPUTS} (torch: {text})",
             )
     elif _WITHOUT_MEMORY.search(text):
         units = list(dict.fromkeys(_released_units(error.__traceback__)))
