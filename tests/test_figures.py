@@ -107,6 +107,39 @@ def test_the_features_page_has_the_differences_of_the_results() -> None:
     assert shown == pairs
 
 
+#: A page's table by a cell that no other has, its results, and the columns that they do not have.
+OF_RESULTS = [
+    ("benchmarks/README.md", "blocked, s, 1 and 2 ranks", "checkpoints-torch-2.13-cpu", ()),
+    ("benchmarks/README.md", "install, s", "first-loss-torch-2.13-cpu", ()),
+    ("benchmarks/README.md", "tokens made, 1 process", "data-torch-2.13-cpu", ()),
+    ("docs/planning_accuracy.md", "live", "published-rows", ()),
+    ("docs/planning_accuracy.md", "8B, the same compiled", "published-rows", ("published",)),
+    ("docs/planning_accuracy.md", "FSDP over 32", "hsdp-rows", ()),
+    ("docs/planning_accuracy.md", "160 wide, 8 layers", "calibrated-torch-2.13-cpu", ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "cell", "results", "others"), OF_RESULTS)
+def test_each_row_of_a_table_has_the_figures_of_one_row_of_its_results(
+    page: str, cell: str, results: str, others: tuple[str, ...]
+) -> None:
+    number = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
+    text = (RESULTS.parent / f"{results}.txt").read_text(encoding="utf-8")
+    committed = [[float(n.replace(",", "")) for n in number.findall(line)] for line in text.splitlines()]
+
+    def has(figures: list[float], shown: str) -> bool:
+        half = 0.5 * 10.0 ** -len(shown.partition(".")[2])
+        return any(abs(float(shown.replace(",", "")) - each) <= 1.001 * half for each in figures)
+
+    head, _, *rows = table_with(page, cell)
+    for row in rows:
+        cells = [cell for name, cell in zip(head[1:], row[1:], strict=True) if name not in others]
+        parts = [cell.split(", ") for cell in cells if not re.search("[a-z]{5}", cell)]
+        for each in range(max(map(len, parts))):  # "0.49, 0.16" are of two rows
+            shown = [n for part in parts if part[each:] for n in number.findall(part[each])]
+            assert shown and any(all(has(figures, n) for n in shown) for figures in committed), row
+
+
 def test_the_picture_is_drawn_from_the_results() -> None:
     assert PICTURE.read_text(encoding="utf-8") == svg(read().models), "python -m benchmarks.peers.committed"
 
