@@ -907,6 +907,36 @@ def backend_for(group: Any, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def timeout_of_world() -> timedelta:
+    """The timeout of the job's group, on the accelerator if it has a backend for one."""
+    world: Any = dist.group.WORLD
+    kinds = sorted(world._device_types, key=lambda device: device.type == "cpu")
+    return timeout_of(world._get_backend(kinds[0]))
+
+
+def set_group_timeout(group: Any, timeout: timedelta) -> None:
+    """Let the collectives of a group wait this long, on every device of it whose backend can be told."""
+    for kind in group._device_types:
+        setter = getattr(group._get_backend(kind), "_set_default_timeout", None)
+        if setter is not None:
+            setter(timeout)
+
+
+@contextmanager
+def without_bound_device() -> Iterator[None]:
+    """Inside, the job's group is bound to no device, so that new groups are made without it."""
+    world: Any = dist.group.WORLD
+    device = getattr(world, "bound_device_id", None)
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
 def log_errors_alone() -> None:
     """Let torch log nothing but errors, unless the user has chosen its logs."""
     if "TORCH_LOGS" not in os.environ:

@@ -228,6 +228,15 @@ def test_on_several_ranks_the_host_waits_once_for_each_backward(
     assert wait[1] == (2 if name in TWO else 1)
 
 
+@on_sim(2)
+@pytest.mark.parametrize("name", ["plain", "planned", "ragged", "recomputed"])
+def test_the_host_waits_for_no_reduction(rank: int, world_size: int, name: str) -> None:
+    """The comparison has a communicator of its own: one communicator's collectives run one after another."""
+    from tests.engine.kit.on_sim import backwards_at_work
+
+    assert sum(backwards_at_work(Case(**STEADY[name]), seed) for seed in (1, 4, 7))
+
+
 OFFLOADED: dict[str, dict[str, Any]] = {
     "plain": {},
     "bfloat16": {"dtypes": (BF16, FP32)},

@@ -7,6 +7,7 @@ from shardwright.comm.collectives import Communicator, Pending, neighbours, sepa
 from shardwright.comm.custom import with_gathers, with_scatters
 from shardwright.comm.division import Division, plan_division
 from shardwright.comm.gradient_hooks import Compressed, GradientHook, PowerSGD, Site
+from shardwright.comm.groups import make_group, make_mesh
 from shardwright.comm.host_flag import HostFlag
 from shardwright.comm.meeting import Meeting, Unreached, new_failure
 from shardwright.comm.memory import RegisteredMemory, SymmetricMemory
@@ -39,6 +40,8 @@ __all__ = [
     "SymmetricMemory",
     "Unreached",
     "is_block_codec",
+    "make_group",
+    "make_mesh",
     "neighbours",
     "new_failure",
     "plan_division",

@@ -26,6 +26,7 @@ from shardwright._torch import (
     reduce_scatter_of,
 )
 from shardwright.comm.division import Division
+from shardwright.comm.groups import make_group
 from shardwright.comm.meeting import meeting_of
 from shardwright.comm.shared_memory import Exchange, SharedMemory
 from shardwright.comm.streams import Streams, streams_for
@@ -401,7 +402,4 @@ def neighbours(comm: Communicator, size: int) -> Communicator:
 def _over(ranks: list[int], comm: Communicator) -> Communicator:
     assert comm.group is not None
     backend = backend_for(comm.group, comm.device).name()
-    # Only the ranks of a group make it. torch derives its name from the groups that each rank knows.
-    local = len(ranks) < dist.get_world_size()
-    group = dist.new_group(ranks, backend=backend, use_local_synchronization=local)
-    return Communicator(group, comm.device, comm.streams)
+    return Communicator(make_group(ranks, backend), comm.device, comm.streams)

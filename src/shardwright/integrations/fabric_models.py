@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.board import ranks_in_words
 from shardwright.collective import RankGroup
+from shardwright.comm.groups import make_mesh
 from shardwright.engine import FSDPModule
 from shardwright.engine.front.wrap import as_policy
 
@@ -91,7 +92,7 @@ def mesh_of(sizes: tuple[int, ...] | None, device: torch.device) -> DeviceMesh:
             "sizes whose product is devices * num_nodes."
         )
     names = ("replicate", "shard")[-len(sizes) :]
-    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    return make_mesh(device.type, sizes, names)
 
 
 def checked_policy(policy: Any) -> AutoWrapPolicy | None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwright as sw
-from shardwright.comm import use_streams
+from shardwright.comm import Communicator, HostFlag, use_streams
 from shardwright.engine.front.graphed import GraphedStep
 from shardwright.memory import Slab, observe
 from tests.engine.kit.models import full, loss_of
@@ -204,6 +204,32 @@ def waits_of_a_step(case: Case) -> Counter[str]:
         with sim.waits() as found:
             training.step(3)
         return found
+
+
+def backwards_at_work(case: Case, seed: int) -> int:
+    """The steps in which the device still computes a backward when the host knows that the ranks agree on it."""
+    sim, mesh, api = load(), mesh_of(*case.on.shape), torch.get_device_module("sim")
+    at_work, gradients = 0, api.Event()
+    read, reduce_scatter = HostFlag.read, Communicator.reduce_scatter
+
+    def reduces(*given: Any, **named: Any) -> Any:
+        gradients.record()
+        return reduce_scatter(*given, **named)
+
+    def reads(flag: HostFlag) -> bool:
+        nonlocal at_work
+        is_set, found = flag._is_set, read(flag)
+        at_work += is_set and not gradients.query()
+        return found
+
+    with sim.running(seed), pytest.MonkeyPatch.context() as patch:
+        training = Training(case, api, mesh, sim.device, dist.get_rank())
+        training.step(0)
+        patch.setattr(Communicator, "reduce_scatter", reduces)
+        patch.setattr(HostFlag, "read", reads)
+        for step in range(1, 9):
+            training.step(step)
+    return at_work
 
 
 def _sum_on_host(model: Net, batch: torch.Tensor) -> float:

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import pickle
 import sys
+import time
 import traceback
 import types
 from collections import Counter
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store as _default_store
+from torch.distributed import distributed_c10d as _c10d
 
 from tests.support.sim.building import library
 
@@ -41,20 +42,45 @@ class Sim:
         self._left: list[Any] = []  #: groups whose destructors might wait for other ranks
         self._store: Any = None
         self._meetings = 0
+        self._splits = 0
+        self.patience = 60.0  #: seconds in which all ranks must have entered the making of a communicator
         dist.Backend.register_backend("sim", self._make_group, devices=["sim"])
+        make = _c10d._new_process_group_helper
+
+        def split_and_make(*given: Any, **named: Any) -> Any:
+            if dist.is_initialized() and dist.group.WORLD.bound_device_id is not None:
+                self._split()
+            return make(*given, **named)
+
+        _c10d._new_process_group_helper = split_and_make
 
     def _make_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return self.extension.group(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+    def _split(self) -> None:
+        """Wait for all ranks, as ``ncclCommSplit`` does: it makes a communicator from the job's own, which is bound."""
+        self._splits += 1
+        key, size = f"sim split {len(self._left)} {self._splits}", dist.get_world_size()
+        entered, begin = self._store.add(key, 1), time.monotonic()
+        while entered < size:
+            if time.monotonic() - begin > self.patience:
+                raise RuntimeError(
+                    f"sim: {entered} of {size} ranks make a communicator; the others never enter"
+                )
+            time.sleep(0.01)
+            entered = self._store.add(key, 0)
 
     def join_groups(self) -> None:
         """The default group of this process serves the device, too, from now on. All ranks must call it."""
         if self._joined:
             return
-        self._store, rank, size = _default_store(), dist.get_rank(), dist.get_world_size()
+        self._store, rank, size = _c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         self._left.append(dist.group.WORLD)
         dist.destroy_process_group()
         store = dist.PrefixStore(f"sim {len(self._left)}", self._store)
         dist.init_process_group("cpu:gloo,sim:sim", store=store, rank=rank, world_size=size)
+        dist.group.WORLD.bound_device_id = self.device
+        self._splits = 0
         self._joined = True
 
     def leave_groups(self) -> None:

@@ -1,6 +1,6 @@
-// Collectives of the simulated device: queued on the current stream, begun in the order of their calls for each group,
-// as one communicator does, and carried by a group of gloo over the same ranks. A stream that waits for other ranks
-// blocks neither the host nor other streams.
+// Collectives of the simulated device: queued on the current stream, and carried by a group of gloo over the same ranks.
+// Those of a group run one after another in the order of their calls, as those of one communicator do. A stream that
+// waits for other ranks blocks neither the host nor other streams.
 #pragma once
 
 #include "queues.h"
@@ -190,7 +190,6 @@ class Group final : public c10d::Backend {
         state->work = self->host_->_allgather_base(all, state->mine);
       else
         state->all.copy_(state->mine.view({1, -1}));
-      ++self->begun_;
       for (auto& t : targets)
         if (t.numel() && t.is_floating_point()) t.fill_(std::numeric_limits<double>::quiet_NaN());
     };
@@ -210,9 +209,10 @@ class Group final : public c10d::Backend {
       }
       if (added.defined()) take(added.nbytes(), added.scalar_type(), {added.numel()});
       finish(rows);
+      ++self->ended_;
     };
     auto alone = [](auto work) { return [work] { AloneHere guard; work(); }; };
-    return {{name + " begins", alone(start), [self, number] { return self->begun_ == number; }},
+    return {{name + " begins", alone(start), [self, number] { return self->ended_ == number; }},
             {name + " ends", alone(end), [state] { return !state->work || state->work->isCompleted(); }}};
   }
 
@@ -229,7 +229,7 @@ class Group final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> host_;
   int64_t issued_ = 0, beside_ = 0;
-  std::atomic<int64_t> begun_{0};  // collectives whose data this rank has given
+  std::atomic<int64_t> ended_{0};  // collectives: a communicator runs one after another
 };
 
 }  // namespace sim

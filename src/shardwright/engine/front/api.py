@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import DataParallelMeshDims, local_of, sharded_or_replicated_by_torch
-from shardwright.comm import Communicator, Streams, streams_for
+from shardwright.comm import Communicator, Streams, make_mesh, streams_for
 from shardwright.engine.assembly.build import Arguments
 from shardwright.engine.assembly.find import (
     UNIT,
@@ -364,7 +364,7 @@ def _default_mesh() -> DeviceMesh:
             )
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+    return make_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright import board as boards
-from shardwright.comm import Communicator, HostFlag, Meeting, Unreached, new_failure, notices
+from shardwright.comm import Communicator, HostFlag, Meeting, Unreached, new_failure, notices, separate
 from shardwright.engine.model.divergence import (
     CLIP,
     DOING,
@@ -102,10 +102,14 @@ class Agreement:
         self.steps = Steps(self._headers)
         #: Whether the ranks have diverged, on an accelerator with several ranks.
         self._differs: HostFlag | None = None
+        #: For each axis, the communicator of :meth:`compare`. One communicator's collectives run one after another: on
+        #: that of the reductions the comparison, and with it the host, would wait for the whole backward.
+        self._beside: dict[Communicator, Communicator] = {}
         if self.model.every and not self.streams.asynchronous:
             self._differs = HostFlag(self.streams, ranks.device, "gather")
             for comm in self.model.every:
                 self._edits[comm] = torch.zeros(1, dtype=torch.int64, device=ranks.device)
+                self._beside[comm] = separate(comm)
             with self.streams.fork("gather"):  # which reads them from now on
                 pass
 
@@ -294,7 +298,7 @@ class Agreement:
             for comm in self.model.every:
                 mine = self._headers.mine(self._edits[comm])
                 mine[:1].fill_(reduced)  # an assignment makes the host wait
-                self._orders[comm] = order = comm.gather_row(mine)
+                self._orders[comm] = order = self._beside[comm].gather_row(mine)
                 differs = differs | (order != order[comm.rank]).any()
             self._differs.set_on_stream(differs)
             self._edits_are_compared = not streams.capturing

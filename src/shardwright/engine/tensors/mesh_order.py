@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright._torch import root_mesh_of
+from shardwright.comm.groups import make_group
 
 
 def ascends(mesh: DeviceMesh, axes: Iterable[int] | None = None) -> bool:
@@ -82,4 +83,4 @@ def _group(present: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     """Return the present group if it has these ranks in this order, else a new one."""
     if dist.get_process_group_ranks(present) == ranks:
         return present
-    return dist.new_group(ranks, use_local_synchronization=len(ranks) < dist.get_world_size())
+    return make_group(ranks)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.comm.groups import make_group
 from shardwright.engine.tensors.tensor_parallel import TensorParallel
 
 
@@ -175,8 +176,7 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     groups = _groups.setdefault(mesh.get_group(0), {})
     if ranks not in groups:
-        local = len(ranks) < dist.get_world_size()
-        groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=local)
+        groups[ranks] = make_group(ranks)
     return groups[ranks]
 
 

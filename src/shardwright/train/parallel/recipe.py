@@ -11,11 +11,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import shardwright as sw
 from shardwright.collective import RankGroup
+from shardwright.comm.groups import make_mesh
 from shardwright.context import Split
 from shardwright.engine.base.names import plain_name
 from shardwright.engine.tensors.parameter import has_no_values
@@ -37,7 +38,7 @@ from shardwright.train.parallel.host_memory import builds_deferred
 def make_expert_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
     """The same ranks in other dimensions: those that have the same experts, then those that divide them."""
     axes = dims.expert_axes
-    return init_device_mesh(mesh.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return make_mesh(mesh.device_type, tuple(axes.values()), tuple(axes))
 
 
 def build_for(

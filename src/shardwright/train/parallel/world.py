@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright._torch import use_one_gloo_thread
+from shardwright.comm.groups import make_mesh
 from shardwright.comm.noted import noted
 from shardwright.context import Split
 from shardwright.train.config import Config, ParallelConfig
@@ -80,7 +81,7 @@ class World:
 
 
 def _mesh_of(axes: Mapping[str, int], device: torch.device) -> DeviceMesh:
-    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return make_mesh(device.type, tuple(axes.values()), tuple(axes))
 
 
 def pick_device(config: Config) -> torch.device:
