@@ -163,18 +163,18 @@ def test_collectives_are_queued_on_the_current_stream(rank: int, world_size: int
 def test_communicators_split_off_the_job_s_need_every_rank(rank: int, world_size: int) -> None:
     sim = load()
     sim.join_groups()
-    torch.distributed.barrier()
-    if rank < 2:
-        sim.patience = 0.5
-        with pytest.raises(RuntimeError, match="2 of 3 ranks make a communicator"):
-            dist.new_group([0, 1], use_local_synchronization=True)
-        sim.patience = 60.0
-        group = make_group([0, 1])
-        assert dist.group.WORLD.bound_device_id == sim.device
-        ones = torch.ones(2, device="sim")
-        with sim.running(1):
-            dist.all_reduce(ones, group=group)
-            assert ones.tolist() == [2, 2]
-    else:
-        sim._splits += 1  # of the others, in vain
-    assert make_group(range(3)).size() == 3  # of all ranks
+    with sim.bound():
+        if rank < 2:
+            sim.patience = 0.5
+            with pytest.raises(RuntimeError, match="2 of 3 ranks make a communicator"):
+                dist.new_group([0, 1], use_local_synchronization=True)
+            sim.patience = 60.0
+            group = make_group([0, 1])
+            assert dist.group.WORLD.bound_device_id == sim.device
+            ones = torch.ones(2, device="sim")
+            with sim.running(1):
+                dist.all_reduce(ones, group=group)
+                assert ones.tolist() == [2, 2]
+        else:
+            sim._splits += 1  # of the others, in vain
+        assert make_group(range(3)).size() == 3  # of all ranks

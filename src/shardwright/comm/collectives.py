@@ -90,6 +90,11 @@ def widened(
     return targets, sources
 
 
+def real_parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same memory without complex numbers, which neither gloo nor NCCL know: twice as many elements in a row."""
+    return [t.view(t.dtype.to_real()) if t.is_complex() else t for t in tensors]
+
+
 class Communicator:
     """Collectives of one process group. The group's first collective creates the backend's communicator.
 
@@ -214,6 +219,7 @@ class Communicator:
                 return self._begin_on_host("reduce", announce, *ways, (outputs, inputs, division))
             assert self.group is not None
             options = self._scatter_options[division.average]
+            outputs, inputs = real_parts(outputs), real_parts(inputs)
             if len(inputs) == 1:
                 work = reduce_scatter_of(self.group)(outputs[0], inputs[0], options)
             else:
@@ -236,7 +242,7 @@ class Communicator:
             if self._gloo:
                 ways = self._sum_on_gloo, SharedMemory.all_reduce
                 return self._begin_on_host("all_reduce", announce, *ways, (tensor, division))
-            work = self.group.allreduce([tensor], self._options_of_sums(division))
+            work = self.group.allreduce(real_parts([tensor]), self._options_of_sums(division))
             return self._divided(work, "all_reduce", [tensor], division, None)
 
     def _options_of_sums(self, division: Division) -> AllreduceOptions:
@@ -267,8 +273,7 @@ class Communicator:
         assert self.group is not None
         options = AllToAllOptions()
         options.asyncOp = True
-        # gloo does not support complex numbers.
-        arriving, sent = (torch.view_as_real(t) if t.is_complex() else t for t in (received, packed))
+        arriving, sent = real_parts([received, packed])
 
         def sum_up() -> None:
             parts = received.split([t.numel() for t in outputs], dim=1) if len(outputs) > 1 else (received,)
@@ -281,7 +286,7 @@ class Communicator:
     def _sum_on_gloo(self, tensor: torch.Tensor, division: Division) -> _OnGloo:
         assert self.group is not None
         options = self._options_of_sums(division)
-        collective = functools.partial(self.group.allreduce, [tensor], options)
+        collective = functools.partial(self.group.allreduce, real_parts([tensor]), options)
         return _OnGloo(collective, functools.partial(division.finish, [tensor]), tensor)
 
     def _begin_on_host(

@@ -57,6 +57,15 @@ class Sim:
     def _make_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return self.extension.group(dist.ProcessGroupGloo(store, rank, size, timeout))
 
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Inside, the job's group is bound to the device, as a group of NCCL that was made with ``device_id``."""
+        dist.group.WORLD.bound_device_id, self._splits = self.device, 0
+        try:
+            yield
+        finally:
+            dist.group.WORLD.bound_device_id = None
+
     def _split(self) -> None:
         """Wait for all ranks, as ``ncclCommSplit`` does: it makes a communicator from the job's own, which is bound."""
         self._splits += 1
@@ -79,8 +88,6 @@ class Sim:
         dist.destroy_process_group()
         store = dist.PrefixStore(f"sim {len(self._left)}", self._store)
         dist.init_process_group("cpu:gloo,sim:sim", store=store, rank=rank, world_size=size)
-        dist.group.WORLD.bound_device_id = self.device
-        self._splits = 0
         self._joined = True
 
     def leave_groups(self) -> None:

@@ -44,6 +44,7 @@ class Group final : public c10d::Backend {
 
   Result allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     auto targets = all_bare(tensors);
+    refuse_sums(tensors, options.reduceOp);
     return launch("allreduce", tensors, tensors, options.asyncOp, [=, op = options.reduceOp](const Rows& rows) {
       for (size_t i = 0; i < targets.size(); ++i) targets[i].copy_(reduced(rows[i], op));
     });
@@ -85,6 +86,7 @@ class Group final : public c10d::Backend {
   Result reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                          const c10d::ReduceScatterOptions& options) override {
     auto targets = all_bare(outputs);
+    refuse_sums(inputs, options.reduceOp);
     auto work = [=, this, op = options.reduceOp](const Rows& rows) {
       for (size_t i = 0; i < targets.size(); ++i)
         targets[i].view({-1}).copy_(reduced(rows[i].view({size_, size_, -1}).select(1, rank_), op).view({-1}));
@@ -136,6 +138,18 @@ class Group final : public c10d::Backend {
     return made;
   }
 
+  // The dtypes of NCCL: those that torch's group for NCCL carries, and those that it sums.
+  static void refuse_dtypes(const char* name, const Tensors& tensors) {
+    for (auto& t : tensors)
+      TORCH_CHECK(!t.is_complex() && t.scalar_type() != at::kShort && !at::isBarebonesUnsignedType(t.scalar_type()),
+                  "sim: ", name, ": NCCL has no ", t.scalar_type());
+  }
+  static void refuse_sums(const Tensors& tensors, const c10d::ReduceOp& op) {
+    for (auto& t : tensors)
+      TORCH_CHECK(!at::isFloat8Type(t.scalar_type()) && (t.scalar_type() != at::kBool || op != c10d::ReduceOp::AVG),
+                  "sim: NCCL reduces no ", t.scalar_type());
+  }
+
   static at::Tensor reduced(const at::Tensor& rows, const c10d::ReduceOp& op) {
     auto wide = rows.scalar_type() == at::kHalf || rows.scalar_type() == at::kBFloat16 ? rows.to(at::kFloat) : rows;
     switch (op.op_) {
@@ -152,6 +166,7 @@ class Group final : public c10d::Backend {
   // each rank sends, where inputs have other sizes on other ranks.
   Result launch(const char* name, const Tensors& outputs, const Tensors& inputs, bool beside,
                 std::function<void(const Rows&)> finish, at::Tensor added = {}, std::shared_ptr<int64_t> longest = {}) {
+    refuse_dtypes(name, inputs);
     auto stream = current_stream;
     if (beside) {
       if (!beside_) beside_ = queues().new_stream();

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from shardwright.errors import Damaged
 from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import Complaint
 from shardwright.train.launch.judgement import EndOfRanks, Evidence, announce, judge
+from shardwright.train.parallel import world
 from shardwright.train.parallel.rank_facts import collective_timeout
 from shardwright.train.rank import startup_check
 from shardwright.train.rank.startup_check import (
@@ -252,6 +254,50 @@ def test_damaged_data_are_one_line_within_seconds(tmp_path: Path, count: int, la
     assert (
         time.monotonic() - began < 60
     )  # programs start slowly on a busy machine; ranks would wait 10 minutes
+
+
+@pytest.mark.parametrize(
+    ("seen", "mask", "used"),
+    [
+        ([["a"], ["b"]], "0", [0, 0]),  # the scheduler shows each rank a GPU of its own
+        ([["a", "b"], ["a", "b"]], "", [0, 1]),
+        ([["a"], ["a"]], "", "expected a GPU for each rank of this machine, found 1 for at least 2 ranks"),
+        ([["a"], ["a"]], "0", r"expected a GPU for each rank of this machine, found ranks 0 and 1 on one \(GPU-a\)"),
+        ([["a", "b"]] * 3, "0,1", "found 2 for at least 3 ranks"),
+    ],
+)  # fmt: skip
+def test_each_rank_has_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, seen: list[list[str]], mask: str, used: list[int] | str
+) -> None:
+    store, indices = dist.HashStore(), []
+    config = tiny(run={"device": "cuda"}, parallel={"engine": "shardwright"}, train={"global_batch": 12})
+    for name in world.MASKS:
+        monkeypatch.delenv(name, raising=False)
+    if mask:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    monkeypatch.setenv("WORLD_SIZE", str(len(seen)))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+
+    def start() -> None:
+        for rank, gpus in enumerate(seen):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: len(gpus))
+            monkeypatch.setattr(
+                "torch.cuda.get_device_properties",
+                lambda device, gpus=gpus: SimpleNamespace(uuid=gpus[device.index]),
+            )
+            device = world.pick_device(config)
+            world.claim_gpu(store, rank, "host", device)
+            indices.append(device.index)
+
+    if isinstance(used, str):
+        with pytest.raises(UserError, match=used):
+            start()
+    else:
+        start()
+        assert indices == used
 
 
 def test_one_rank_reports_what_several_met(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,15 +93,40 @@ def pick_device(config: Config) -> torch.device:
     device = torch.device(kind)
     if kind == "cuda":
         # Who has made the group has chosen the device.
-        local = torch.cuda.current_device() if dist.is_initialized() else int(os.environ.get("LOCAL_RANK", 0))
-        if local >= torch.cuda.device_count():
-            raise UserError(
-                f"expected a GPU for each rank of this machine, found {torch.cuda.device_count()} for at least "
-                f"{local + 1} ranks; use a smaller --nproc"
-            )
+        local = torch.cuda.current_device() if dist.is_initialized() else _local_gpu()
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     return device
+
+
+#: Variables that show a process some of the GPUs of its machine.
+MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def _local_gpu() -> int:
+    """The index of this rank's GPU among those that it sees. A scheduler may show each rank one GPU of its own."""
+    local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local < count:
+        return local
+    if count == 1 and any(os.environ.get(mask) for mask in MASKS):
+        return 0  # where the ranks meet, `claim_gpu` refuses one that others see, too
+    raise UserError(
+        f"expected a GPU for each rank of this machine, found {count} for at least {local + 1} ranks; use a smaller "
+        "--nproc"
+    )
+
+
+def claim_gpu(store: dist.Store, rank: int, host: str, device: torch.device) -> None:
+    """Raise a UserError if another rank has claimed this rank's GPU of the host. `store` is where the ranks meet."""
+    if device.type != "cuda":
+        return
+    number = str(torch.cuda.get_device_properties(device).uuid)
+    other = store.compare_set(f"start/gpu/{host}/{number}", "", str(rank)).decode()
+    if other != str(rank):
+        raise UserError(
+            f"expected a GPU for each rank of this machine, found ranks {other} and {rank} on one (GPU-{number}); use "
+            "a smaller --nproc, or let the scheduler show each rank a GPU of its own"
+        )
 
 
 @contextmanager

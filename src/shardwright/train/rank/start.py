@@ -12,8 +12,8 @@ from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.data.dataset import Dataset, check_special_tokens, load_dataset
 from shardwright.train.errors import UserError
 from shardwright.train.parallel.rank_facts import collective_timeout
-from shardwright.train.parallel.world import pick_device
-from shardwright.train.rank.hosts import use_one_network
+from shardwright.train.parallel.world import claim_gpu, pick_device
+from shardwright.train.rank.hosts import host_key, use_one_network
 from shardwright.train.rank.startup_check import (
     Statement,
     agree_on_start,
@@ -31,6 +31,7 @@ def start_together(
     try:
         config = configured()
         device = pick_device(config)
+        claim_gpu(store, rank, host_key(), device)
         START.doing("reading the data")
         dataset = first_of_host(
             store, rank, lambda: read_data(config, progress=rank == 0, advanced=signs_of_progress(store))
