@@ -43,13 +43,19 @@ class TaskManager:
     def match_tasks(self, names):
         return [name for name in names if name in ("colours", "numbers", "crash", "end", "slow")]
 """
+MODELS = """
+class HFLM:
+    def loglikelihood_rolling(self, requests):
+        return []
+"""
 
 
 def install_lm_eval(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the package first in this process and in those that it starts. Its task "slow" writes its process into the
     file pid of the package, and does not end."""
     package = packages / "lm_eval"
-    package.mkdir(parents=True)
+    (package / "models").mkdir(parents=True)
+    (package / "models" / "huggingface.py").write_text(MODELS)
     (package / "__init__.py").write_text(LM_EVAL)
     (package / "tasks.py").write_text(TASKS)
     monkeypatch.syspath_prepend(packages)

@@ -11,7 +11,7 @@ import torch
 
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import template_of
-from shardwright.train.data.tokens.chat import SpecialTokens, content_ids, prompt_of
+from shardwright.train.data.tokens.chat import prompt_ids, prompt_of
 from shardwright.train.data.tokens.tokenizers import Tokenizer, open_tokenizer
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt, merge
@@ -23,23 +23,6 @@ from shardwright.train.report.progress import to_stderr
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.same_job import check_same_tokenizer, recorded_tokenizer
 from shardwright.train.step import loading
-
-
-def prompt_ids(
-    tokenizer: Tokenizer, text: str, special_tokens: SpecialTokens = "text", begins: bool = True
-) -> list[int]:
-    """The ids of a text, as in training.
-
-    Args:
-        tokenizer: of the run.
-        text: the prompt.
-        special_tokens: what becomes of special tokens that the text spells.
-        begins: whether the id that begins a document comes first, if the tokenizer has one. It is never there twice.
-    """
-    ids = content_ids(text, tokenizer, special_tokens)
-    if not begins or tokenizer.begin is None or ids[:1] == [tokenizer.begin]:
-        return ids
-    return [tokenizer.begin, *ids]
 
 
 def texts_begin(config: Config, tokenizer: Tokenizer) -> bool:

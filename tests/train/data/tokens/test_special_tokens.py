@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from shardwright import cli
-from shardwright.train.commands.generate import generate, prompt_ids
+from shardwright.train.commands.generate import generate
 from shardwright.train.config import load_config
 from shardwright.train.data.dataset import Dataset, check_special_tokens, load_dataset
 from shardwright.train.data.sources.items import Conversation
-from shardwright.train.data.tokens.chat import encode_conversation, prompt_of
+from shardwright.train.data.tokens.chat import encode_conversation, prompt_ids, prompt_of
 from shardwright.train.data.tokens.tokenizers import FromFile, open_tokenizer
 from shardwright.train.errors import UserError
 from tests.train.kit.jobs import tiny, train_here

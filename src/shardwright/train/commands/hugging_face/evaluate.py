@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,10 +30,19 @@ from shardwright.train.commands.hugging_face.late_results import send
 from shardwright.train.config import Config
 from shardwright.train.config.sections.validation import YAML
 from shardwright.train.data.dataset import template_of
-from shardwright.train.data.tokens.tokenizers import CONFIG, FILE, TEMPLATE, FromFile, open_tokenizer
+from shardwright.train.data.tokens.requests import Requests
+from shardwright.train.data.tokens.tokenizers import (
+    CONFIG,
+    FILE,
+    TEMPLATE,
+    FromFile,
+    Tokenizer,
+    open_tokenizer,
+)
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.run.evaluations import add_tasks
 from shardwright.train.run.folder import RunFolder, now
+from shardwright.train.run.same_job import recorded_tokenizer
 from shardwright.train.run.writing import writing
 
 CHAT = "--apply-chat-template"
@@ -95,19 +105,22 @@ def evaluate(
                 f"evaluate: expected no --step and no --dtype for {run}, which is no run; leave them out"
             )
         _check_reader(str(_model_type(run)), "evaluate")
+        folder = run.absolute()
+        tokenizer = open_tokenizer(str(folder))
         if chat:
-            _check_template(open_tokenizer(str(run)).chat_template, f"in {run}", CHAT)
-        return _computed(run.absolute(), request, run / "evaluation.json", None, say)
-    source.record()  # raises an error for a folder that is no run
-    config = source.config()
+            _check_template(tokenizer.chat_template, f"in {run}", CHAT)
+        requests = Requests(tokenizer, tokenizer.chat_template if chat else None)
+        return _computed(folder, request, (str(folder), requests), run / "evaluation.json", None, say)
+    record, config = source.record(), source.config()  # raises an error for a folder that is no run
     _check_reader(reader_by_kind(config), "evaluate")
+    name = recorded_tokenizer(record, config)
+    requests = requests_of(config, open_tokenizer(name), chat)
     if chat:
-        _check_template(template_of(config.data, open_tokenizer(config.data.tokenizer)), f"of {run}", CHAT)
+        _check_template(requests.template, f"of {run}", CHAT)
     with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
         exported = export(run, Path(temporary) / "model", step=step, dtype=dtype, say=say)
         file = source.evaluation_file(exported.step)
-        begins = texts_begin(config, open_tokenizer(config.data.tokenizer))
-        evaluated = _computed(exported.folder, request, file, exported.step, say, begins)
+        evaluated = _computed(exported.folder, request, (name, requests), file, exported.step, say)
     send(source, config, exported.step, evaluated.tasks, say)
     return evaluated
 
@@ -177,71 +190,54 @@ def _check_template(template: str | None, where: str, key: str) -> None:
 
 
 @contextmanager
-def tokenizer_of_requests(folder: Path, chat: bool, begins: bool) -> Iterator[dict[str, Any]]:
-    """Make a folder with the tokenizer of a model, which makes the ids of training of the texts of tasks.
-
-    A tokenizer of transformers puts tokens around every text: its begin token, which a chat template has written
-    already or has left out, or an end token. lm-eval leaves them to it. This one puts the begin token alone before
-    texts, if `begins`, and nothing around a `chat`.
-
-    Yields:
-        The arguments of lm-eval's model that name it.
-    """
-    tokenizer = open_tokenizer(str(folder))
-    assert isinstance(tokenizer, FromFile)
-    content = json.loads(tokenizer.file.read_text(encoding="utf-8"))
-    before = None if chat or not begins else tokenizer.begin_token
-    content["post_processor"] = None
-    if before is not None:
-        parts = [{"SpecialToken": {"id": before, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-        second = [
-            *parts,
-            {"SpecialToken": {"id": before, "type_id": 1}},
-            {"Sequence": {"id": "B", "type_id": 1}},
-        ]
-        known = {before: {"id": before, "ids": [tokenizer.begin], "tokens": [before]}}
-        content["post_processor"] = {
-            "type": "TemplateProcessing", "single": parts, "pair": second, "special_tokens": known,
-        }  # fmt: skip
+def tokenizer_of_requests(tokenizer: FromFile) -> Iterator[str]:
+    """Make a folder with a tokenizer that knows its end token by name, which lm-eval needs, and whose class is none of
+    a model's, which may make other tokens. lm-eval decodes with it; `Requests` encodes."""
     template = tokenizer.chat_template
-    settings = tokenizer_config(tokenizer, template)
-    if before is not None:
-        settings["bos_token"] = before  # by which lm-eval sees that a text has it already
     with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
-        write_json(Path(temporary, FILE), content)
-        write_json(Path(temporary, CONFIG), settings)
+        shutil.copyfile(tokenizer.file, Path(temporary, FILE))
+        write_json(Path(temporary, CONFIG), tokenizer_config(tokenizer, template))
         if template is not None:
             Path(temporary, TEMPLATE).write_text(template, encoding="utf-8")
-        yield {"tokenizer": temporary, **_prefix(tokenizer)}
+        yield temporary
 
 
-def _prefix(tokenizer: FromFile) -> dict[str, int]:
-    """The token before a text without context: the one that begins texts, or ends them, or a line.
-
-    lm-eval fails for a tokenizer without the first two.
-    """
-    marks = [each for each in (tokenizer.begin, tokenizer.end) if each is not None]
-    first = [*marks, *tokenizer.encode("\n")][:1]
-    return {"prefix_token_id": first[0]} if first else {}
+def requests_of(config: Config, tokenizer: Tokenizer, chat: bool) -> Requests:
+    """Return what makes the ids of requests to a model of a run."""
+    kinds = {each.kind for each in config.data.training}
+    return Requests(
+        tokenizer,
+        template_of(config.data, tokenizer) if chat else None,
+        config.data.spelled,
+        texts_begin(config, tokenizer),
+        apart="documents" not in kinds,
+    )
 
 
 def _computed(
     folder: Path,
     request: Mapping[str, Any],
+    requests: tuple[str, Requests],
     file: Path,
     step: int | None,
     say: Callable[[str], None],
-    begins: bool = True,
 ) -> Evaluated:
-    """Compute in another process, and write the file."""
+    """Compute in another process, and write the file. `requests`: with the setting that names their tokenizer."""
     log = file.with_suffix(".log")
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         stream = log.open("ab")
     at = f"step {step}" if step is not None else str(folder)
     say(f"lm-eval computes {', '.join(map(os.path.basename, request['tasks']))} of {at}; its log: {log}")
-    with stream, tokenizer_of_requests(folder, request["apply_chat_template"], begins) as arguments:
-        content = {**request, "folder": str(folder), "model_args": arguments}
+    name, ids = requests
+    tokenizer = open_tokenizer(str(folder))
+    assert isinstance(tokenizer, FromFile)
+    first = ids.prefix()  # lm-eval fails for a tokenizer without tokens that begin and end texts
+    arguments = {} if first is None else {"prefix_token_id": first}
+    settings = {"tokenizer": name, **{key: value for key, value in vars(ids).items() if key != "tokenizer"}}
+    with stream, tokenizer_of_requests(tokenizer) as decoder:
+        content = {**request, "folder": str(folder), "ids": settings}
+        content["model_args"] = {"tokenizer": decoder, **arguments}
         found = _results(content, stream, f"see {log}")
     tasks = tasks_of(found, request["limit"], request["apply_chat_template"])
     add_tasks(file, step, tasks)

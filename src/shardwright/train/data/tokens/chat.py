@@ -72,14 +72,81 @@ def prompt_of(
     Raises:
         UserError: the template fails.
     """
-    conversation = Conversation(({"role": "user", "content": message},))
-    literally = special_tokens == "text" and bool(tokenizer.spelled(message))
-    if literally:
-        conversation = _broken(conversation, tokenizer)
+    messages = ({"role": "user", "content": message},)
+    return ids_of_prompt(prompt_text(messages, template, tokenizer, special_tokens), tokenizer)
+
+
+def prompt_text(
+    messages: Sequence[Mapping[str, Any]],
+    template: str,
+    tokenizer: Tokenizer,
+    special_tokens: SpecialTokens = "text",
+    begun: str = "",
+) -> str:
+    """Return the text that asks for a reply to messages, with marks from which `ids_of_prompt` makes the ids of
+    training: where a reply begins, and inside of what a message spells. The marks are characters that no text has.
+
+    Args:
+        messages: with role and content, such as those of earlier turns.
+        template: source of the jinja template.
+        tokenizer: of the training.
+        special_tokens: what becomes of special tokens that messages spell.
+        begun: the beginning of the reply, if that is given.
+
+    Raises:
+        UserError: the template fails, or a message has a character of the marks.
+    """
+    conversation = Conversation(tuple(messages))
+    for text in strings_of([conversation.messages, begun]):
+        if match := _KEPT_OUT.search(text):
+            raise _of_marks(match, conversation)
+    if special_tokens == "text" and (
+        spelled_places(conversation, tokenizer) or len(tokenizer.spelled(begun))
+    ):
+        conversation, begun = _broken(conversation, tokenizer), with_breaks(begun, tokenizer)
     text = _render(template, conversation.messages, None, tokenizer.names, True, conversation)
-    text = text.replace(_OPEN, "").replace(_CLOSE, "")
-    encoded = (_encoded_literally if literally else _encoded)(text, [], tokenizer)
-    return encoded.ids.tolist()  # type: ignore[no-any-return]
+    if not has_generation(template):
+        try:
+            whole, replies = rendered(conversation, template, tokenizer.names)
+        except UserError:  # it writes earlier replies in another way, of which no training has seen the ids
+            whole, replies = "", []
+        for start, stop in reversed(replies):
+            if text[:stop] == whole[:stop]:
+                text = "".join([text[:start], _OPEN, text[start:stop], _CLOSE, text[stop:]])
+    return text + _OPEN + begun
+
+
+def ids_of_prompt(text: str, tokenizer: Tokenizer, more: str = "") -> list[int]:
+    """Return the ids of a text of `prompt_text`, and of `more` of the reply that it asks for.
+
+    Raises:
+        UserError: the template has {% generation %} tags inside others.
+    """
+    whole, replies = _between_marks(text + more + _CLOSE, Conversation(()))
+    encoded = _encoded_literally if _BREAK in whole else _encoded
+    return encoded(whole, replies, tokenizer).ids.tolist()  # type: ignore[no-any-return]
+
+
+def is_prompt(text: str) -> bool:
+    """Whether a text is one of `prompt_text`."""
+    return _OPEN in text
+
+
+def prompt_ids(
+    tokenizer: Tokenizer, text: str, special_tokens: SpecialTokens = "text", begins: bool = True
+) -> list[int]:
+    """Return the ids of a text without a template, as in training.
+
+    Args:
+        tokenizer: of the run.
+        text: the prompt.
+        special_tokens: what becomes of special tokens that the text spells.
+        begins: whether the id that begins a document comes first, if the tokenizer has one. It is never there twice.
+    """
+    ids = content_ids(text, tokenizer, special_tokens)
+    if not begins or tokenizer.begin is None or ids[:1] == [tokenizer.begin]:
+        return ids
+    return [tokenizer.begin, *ids]
 
 
 def content_ids(text: str, tokenizer: Tokenizer, special_tokens: SpecialTokens) -> list[int]:
@@ -132,16 +199,8 @@ def _broken(conversation: Conversation, tokenizer: Tokenizer) -> Conversation:
     def broken(value: Any) -> Any:
         if isinstance(value, str):
             if match := _KEPT_OUT.search(value):
-                raise UserError(
-                    f"{KEY}: expected texts without the character U+{ord(match[0]):04X}, which Unicode keeps out of "
-                    f"texts, beside spelled special tokens, found it in {_where(conversation)}; remove it"
-                )
-            parts, end = [], 0
-            for start, stop in tokenizer.spelled(value):
-                inside = start + (stop - start > 1)  # a token of one character has its mark before it
-                parts += [value[end:inside], _BREAK]
-                end = inside
-            return "".join([*parts, value[end:]])
+                raise _of_marks(match, conversation)
+            return with_breaks(value, tokenizer)
         if isinstance(value, Mapping):
             return {broken(key): broken(each) for key, each in value.items()}
         return [broken(each) for each in value] if isinstance(value, list | tuple) else value
@@ -151,6 +210,23 @@ def _broken(conversation: Conversation, tokenizer: Tokenizer) -> Conversation:
         tuple(map(broken, conversation.messages)),
         None if tools is None else tuple(map(broken, tools)),
         conversation.origin,
+    )
+
+
+def with_breaks(text: str, tokenizer: Tokenizer) -> str:
+    """Return a text with a mark inside of each reserved token that it spells."""
+    parts, end = [], 0
+    for start, stop in tokenizer.spelled(text):
+        inside = start + (stop - start > 1)  # a token of one character has its mark before it
+        parts += [text[end:inside], _BREAK]
+        end = inside
+    return "".join([*parts, text[end:]])
+
+
+def _of_marks(match: re.Match[str], conversation: Conversation) -> UserError:
+    return UserError(
+        f"{KEY}: expected texts without the character U+{ord(match[0]):04X}, which Unicode keeps out of texts and "
+        f"which marks parts of conversations here, found it in {_where(conversation)}; remove it"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright._torch import outside_dispatch_modes
@@ -52,10 +53,11 @@ def flops_of_sample(
         Uncountable: the model does not run on the meta device.
     """
     failure: Exception | None = None
-    with outside_dispatch_modes(), unnoticed(), torch.device("meta"):
+    with outside_dispatch_modes(), unnoticed(), torch.device("meta"), _RowsOfExperts():
         for own_attention in (True, False):
             try:
-                model: Any = build()
+                # Code of a model may make parameters by torch.normal, which no default device reaches.
+                model: Any = build().to("meta")
                 for name, parameter in model.named_parameters():
                     parameter.requires_grad_(trained(name) and parameter.is_floating_point())
                 if adapters:
@@ -78,16 +80,19 @@ def _counted(model: Any, length: int, own_attention: bool) -> float:
     if any(key.startswith("linear_") for key in values):
         short = max(short, _LINEAR)
     with attentions.counted(model, own_attention):
-        if length <= 2 * short:
-            return _traced(model, length, own_attention) + attentions.flops(length)
-        one, two = (_traced(model, n, own_attention) for n in (short, 2 * short))
-    # one = a L + b L^2, two = 2 a L + 4 b L^2
-    quadratic = max(0.0, (two - 2 * one) / 2) / short**2
-    return (one / short - quadratic * short) * length + quadratic * length**2 + attentions.flops(length)
+        if length <= 3 * short:
+            return _traced(model, length, own_attention, attentions) + attentions.flops(length)
+        one, two, three = (_traced(model, n * short, own_attention, attentions) for n in (1, 2, 3))
+    # The parabola through them: what convolutions pad takes as many operations in a sample of any length.
+    bend = (three - 2 * two + one) / 2
+    slope, constant = two - one - 3 * bend, 3 * one - 3 * two + three
+    parts = length / short
+    return constant + slope * parts + max(0.0, bend) * parts**2 + attentions.flops(length)
 
 
-def _traced(model: Any, length: int, own_attention: bool) -> float:
-    """The operations of a forward and backward, without those of attention that `_Attentions` counts."""
+def _traced(model: Any, length: int, own_attention: bool, attentions: _Attentions) -> float:
+    """The operations of a forward and backward, without those of attention that `_Attentions` counts by pairs."""
+    attentions.length = length
     # transformers makes a mask by reading values, unless there is one, or the attention takes none.
     mask = {} if own_attention else {"attention_mask": torch.zeros(1, 1, length, length)}
     with FlopCounterMode(display=False) as counter:
@@ -95,13 +100,36 @@ def _traced(model: Any, length: int, own_attention: bool) -> float:
         logits = model(input_ids=tokens, use_cache=False, return_dict=True, **mask).logits
         if logits.requires_grad:
             logits.sum().backward()
-    return float(counter.get_total_flops())
+    return counter.get_total_flops() + attentions.others
+
+
+class _RowsOfExperts(TorchFunctionMode):
+    """Splits rows evenly where a model reads how many each expert has: without memory nobody knows, and products of all
+    rows together take the same operations however they are split."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist and args[0].is_meta and args[0].ndim == 1:
+            return _Unread([0] * len(args[0]))
+        if func is Tensor.split and len(args) > 1 and isinstance(args[1], _Unread):
+            return args[0].tensor_split(len(args[1]), **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _Unread(list[int]):
+    """The numbers of a tensor without memory, of which only how many they are is known."""
 
 
 class _Attentions:
-    """The attention of the last forward: of each call its products for a pair of tokens, and the keys it may see."""
+    """The attention of the last forward: of each call its products for a pair of tokens, and the keys it may see.
+
+    Attributes:
+        length: tokens of the sample that is traced.
+        others: operations of attention to anything but the tokens of the sample, such as to the layers before.
+    """
 
     def __init__(self) -> None:
+        self.length = 0
+        self.others = 0.0
         self._calls: list[tuple[float, int | None]] = []
 
     @contextlib.contextmanager
@@ -115,12 +143,20 @@ class _Attentions:
         if getattr(model, "_can_set_experts_implementation", bool)():
             model.set_experts_implementation("batched_mm")  # without reading which expert has which token
         model.train()
-        model.register_forward_pre_hook(lambda *_: self._calls.clear())
+        model.register_forward_pre_hook(lambda *_: self._clear())
         yield
 
+    def _clear(self) -> None:
+        self._calls.clear()
+        self.others = 0.0
+
     def add(self, query: Tensor, value: Tensor, window: int | None, passes: float) -> None:
-        heads, width = query.shape[1], query.shape[-1] + value.shape[-1]
-        self._calls.append((2.0 * len(query) * heads * width * passes, window))
+        samples, heads, queries, width = query.shape
+        of_pair = 2.0 * samples * heads * (width + value.shape[-1]) * passes
+        if queries == value.shape[2] == self.length:
+            self._calls.append((of_pair, window))
+        else:
+            self.others += of_pair * queries * value.shape[2]
 
     def flops(self, length: int) -> float:
         return sum(of_pair * length * min(window or length, length) for of_pair, window in self._calls)
@@ -136,8 +172,12 @@ def _attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """An attention of transformers' interface without a product: its result depends on all that it gets."""
+    """An attention of transformers' interface without a product: its result depends on all that it gets, such as biases
+    of positions."""
     passes = _PASSES if any(t.requires_grad for t in (query, key, value)) else 1
     attentions.add(query, value, sliding_window, passes)
     result = value.mean((1, 2), keepdim=True) + (query.mean(-1, keepdim=True) + key.mean())
+    for other in (attention_mask, *others.values()):
+        if isinstance(other, Tensor) and other.requires_grad:
+            result = result + other.mean()
     return result.transpose(1, 2).contiguous(), None
