@@ -29,7 +29,7 @@ from tests.engine.kit.meetings import fresh_meetings
 from tests.engine.programs.compare import differences, full, too_far, whole
 
 SOURCE = str(Path(sw.__file__).parent)
-PATIENCE = timedelta(seconds=30)  #: how long a rank waits for the end of the others' step
+PATIENCE = timedelta(seconds=9)  #: how long a rank waits for the end of the others' step
 LOOK = timedelta(seconds=1)  #: how long an interrupted rank looks whether the others have made the step
 
 EQUAL, REFUSED, AS_PLAIN = "equal", "refused", "plain refuses, too"
@@ -313,6 +313,7 @@ class Run:
         self.program, self.rank, self.world_size = program, rank, world_size
         self.store = dist.PrefixStore(f"hostile/{nonce}", dist.distributed_c10d._get_default_store())
         self.phase = 0
+        self.story: list[str] = []  #: what this rank has met
         self.plain = Side(program, False, world_size)
         self.lines = 0  #: of the step before the interrupted one
         self.interrupted = False
@@ -327,6 +328,7 @@ class Run:
     def meet(self, ending: Ending) -> list[Ending]:
         """Tell the others how this phase ended here, and wait for theirs."""
         self.phase += 1
+        self.story.append(f"phase {self.phase}: {ending.kind} {ending.text[:300]}")
         self.store.set(f"{self.phase}/{self.rank}", repr((ending.kind, ending.text, ending.clear)))
         keys = [f"{self.phase}/{r}" for r in range(self.world_size)]
         try:
@@ -530,6 +532,7 @@ class Run:
                 if disturbed and "diverged" in str(error) and "Load a state dict" not in str(error):
                     ending = Ending("retry", str(error))
             armed = False
+            self.story.append(f"step {step}: {ending.kind} {ending.text[:300]}")
             if ending.kind == "retry":
                 self.sharded.net.zero_grad()
                 continue
@@ -739,4 +742,6 @@ def run_program(rank: int, world_size: int, program: Program, nonce: str) -> tup
         try:
             return run.run()
         except Bad as bad:
+            if bad.args[0] == HANG:
+                print(bad, "\n".join(run.story))  # the reply comes too late
             return bad.args[0], f"{bad.args[1]} {getattr(run, 'where', '')}"

@@ -19,7 +19,7 @@ def verdict_of(pools: WorkerPools, program: Program) -> tuple[str, str]:
     """The worst verdict of the ranks."""
     try:
         verdicts = pools.run(
-            run_program, program.ranks, timeout=90.0, program=program, nonce=str(next(_numbers))
+            run_program, program.ranks, timeout=25.0, program=program, nonce=str(next(_numbers))
         )
     except CaseFailed as failure:
         text = str(failure)
