@@ -177,12 +177,8 @@ class Meeting:
             if all(each == mine for each in records):
                 self._note_agreement(current)
                 return None
-            rows = [unpacked(each) for each in records]
-            failures = {row[_FAILURE] for row in rows if row[0] == LEFT}
-            if not failures or not failures.issubset(_known_failures):
-                self._refused = current
-                self._note_failure(failures)
-                return rows
+            if self._refuses(current, records):
+                return [unpacked(each) for each in records]
 
     def _note_agreement(self, current: Round) -> None:
         self.number = self._next
@@ -206,14 +202,26 @@ class Meeting:
         if self._refused is not None and self._refused is self._round:
             self._leave_round(None)
 
-    def _note_failure(self, failures: set[int]) -> None:
-        """The ranks do not agree. If no rank has failed, it is a failure of all ranks, with one number on all of
-        them."""
-        self._disagreements += 1
-        self.failures += 1
-        name = f"{self._name} {self.number} {self._disagreements}"
-        self.failure = min(failures, default=1 << 62 | zlib.crc32(name.encode()))
-        _known_failures.extend(failures or [self.failure])
+    def _refuses(self, current: Round, records: list[bytes]) -> bool:
+        """Note the failure because of which the ranks do not agree in a round. Returns False if this rank knows it.
+
+        If no rank has failed, it is a failure of all ranks, with one number on all of them.
+        """
+        failures = {row[_FAILURE] for row in map(unpacked, records) if row[0] == LEFT}
+        if failures and failures.issubset(_known_failures):
+            return False
+        count = self._disagreements + 1
+        name = f"{self._name} {self.number} {count}"
+        failure = min(failures, default=1 << 62 | zlib.crc32(name.encode()))
+        _known_failures.extend(failures or [failure])
+        # Nothing can raise between these, so a round is noted once.
+        self._refused, self._disagreements, self.failures, self.failure = (
+            current,
+            count,
+            self.failures + 1,
+            failure,
+        )
+        return True
 
     def shared_memory(self) -> SharedMemory | None:
         """The collectives through shared memory, once all ranks have opened each other's pages; the same on every rank.
@@ -257,9 +265,10 @@ class Meeting:
             except Exception:
                 return False
             self._way.learn(current)
-            if any(each != records[0] for each in records):
-                return False
-            self._note_agreement(current)
+            if all(each == records[0] for each in records):
+                self._note_agreement(current)
+            elif current is self._refused or self._refuses(current, records):
+                return False  # an exception may have come before the failure was noted: the others have noted it
         self._round = None
         promise = self._promise
         if (

@@ -23,13 +23,13 @@ from shardwright._torch import (
     set_post_accumulate_grad_hooks,
     watch_backward,
 )
-from shardwright.engine.model.root import Root, running_backward, selecting
+from shardwright.engine.model.root import Root, roots, running_backward, selecting
 from shardwright.engine.tensors.parameter import STANDS_FOR, Managed, unit_of
 from shardwright.engine.tensors.ragged_numbers import Number, read_number
 from shardwright.engine.tensors.sharded_tensor import ShardedTensor, average_number, is_real
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete, reduces_now
-from shardwright.engine.weights.unready import explain
+from shardwright.engine.weights.unready import explain, explain_stepped
 
 Runner = Callable[..., Any]
 #: The unit and the full form of a selected parameter.
@@ -58,6 +58,8 @@ def _run(original: Runner, *args: Any, **options: Any) -> Any:
                 return _run_selected(original, selected, targets, *args, **options)
         except RuntimeError as error:
             explain(error, backward=True)
+            running = [root for root in list(roots) if root.backward]
+            explain_stepped(error, (unit.name for root in running for unit in root.stepped_units()))
             raise
 
 

@@ -107,11 +107,13 @@ class Stepping:
 
     Attributes:
         due: whether gradients of the last micro-batch have arrived or will arrive, and were not stepped yet.
+        running: whether an optimizer steps the unit now, or was interrupted while it did.
     """
 
     def __init__(self) -> None:
         self.steppers: list[Stepper] = []
         self.due = False
+        self.running = False
         self._steps: list[tuple[Stepper, Any]] = []
         self._marks = WeakTensorKeyDictionary()
         #: Number of root calls before the backward whose gradients will be stepped, and before the one stepped last.
@@ -145,10 +147,16 @@ class Stepping:
             )
         self._stepped_in = self._due_in
         unit.drop_kept()
+        self.running = True
         for stepper, step in steps:
             stepper.step_unit(unit, step)
+        self.running = False
         self.mark(unit, present)
         unit.gradients.release_unused()
+
+    def has_stepped(self, calls_begun: int) -> bool:
+        """Return whether the unit was stepped with gradients of the last root call, given how many have begun."""
+        return self._stepped_in == calls_begun
 
     def mark(self, unit: Stepped, parameters: Iterable[torch.Tensor]) -> None:
         """Set ``.grad`` to a ``SteppedGradient`` if the gradient was used, or will be used when it has arrived."""

@@ -45,7 +45,7 @@ class Steps:
     the host at different times on different ranks.
 
     Attributes:
-        age: steps of optimizers since the weights were made or loaded.
+        age: steps of optimizers since the weights were made or loaded; negative after a step that did not end.
     """
 
     def __init__(self, headers: Headers) -> None:
@@ -57,13 +57,26 @@ class Steps:
         """Count a step of an optimizer."""
         if in_backward:
             self._within += 1
-        else:
+        elif self.age >= 0:
             self._set(self.age + 1)
 
-    def end_backward(self, stepped: bool = False) -> None:
-        """Count the steps of a backward. ``stepped``: ``sw.optim.in_backward`` has stepped units in it."""
+    def end_backward(self, stepped: int = 0) -> None:
+        """Count the steps of a backward. ``stepped``: 1 if ``sw.optim.in_backward`` has stepped the units in it, or how
+        many of them if the backward has failed."""
         within, self._within = self._within + stepped, 0
-        self._set(self.age + within)
+        if self.age >= 0:
+            self._set(self.age + within)
+
+    def interrupt(self) -> None:
+        """Note that a step has changed some weights, and perhaps not all. The age then differs from those of ranks whose
+        step has ended."""
+        if self.age >= 0:
+            self._set(-1 - self.age)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a step did not end, and the weights were not loaded since."""
+        return self.age < 0
 
     def forget(self) -> None:
         """The weights were loaded."""
@@ -94,6 +107,7 @@ class Agreement:
         self._edits: dict[Communicator, torch.Tensor] = {}
         self._is_edited = False  #: whether there were edits since the ranks agreed on them
         self._edits_are_compared = False  #: by the last :meth:`compare` that ran
+        self._interruption_is_compared = False  #: whether the ranks have met since an interrupted step
         #: For each axis, the numbers of all ranks from the end of the last backward: both hashes, and the age.
         self._orders: dict[Communicator, torch.Tensor] = {}
         #: The meetings, and how often they had met when the running forward or backward began.
@@ -243,6 +257,18 @@ class Agreement:
             ) from error
         if records is not None:
             self.model.refuse_rows(comm, records)
+        if self.steps.age < 0:
+            self.refuse_if_interrupted()
+
+    def refuse_if_interrupted(self) -> None:
+        """Raise if a step of an optimizer did not end. In a forward this comes after the ranks have met, so that those
+        whose step has ended raise, too."""
+        if self.steps.interrupted:
+            raise RuntimeError(
+                f"A step of an optimizer of {self.model.name_of(0)} was interrupted by an exception, so some of its "
+                "weights and some of the optimizer's state may be new and others old. Load a checkpoint of model and "
+                "optimizer on every rank (load_checkpoint, or load_state_dict of both), or start again."
+            )
 
     # -- leaving by an exception ---------------------------------------------------------------------------------
 
@@ -302,6 +328,7 @@ class Agreement:
                 differs = differs | (order != order[comm.rank]).any()
             self._differs.set_on_stream(differs)
             self._edits_are_compared = not streams.capturing
+            self._interruption_is_compared = self.steps.interrupted
 
     def replayed(self) -> None:
         """A graph with a backward has been put on the current stream. The next check waits for the graph's end."""
@@ -320,8 +347,12 @@ class Agreement:
             return
         check_values()
         if self._differs is None:
+            if not self.model.every:
+                self.refuse_if_interrupted()
             return
         if not self._differs.read():
+            if self._interruption_is_compared:
+                self.refuse_if_interrupted()
             if self._edits_are_compared:
                 self._forget_edits()
             return

@@ -250,4 +250,6 @@ def _grouped(values: dict[int, Any]) -> Collection[tuple[Any, list[int]]]:
 
 
 def _steps(age: int) -> str:
+    if age < 0:
+        return "an interrupted optimizer step"
     return f"{age} optimizer step" if age == 1 else f"{age} optimizer steps"

@@ -23,6 +23,7 @@ from shardwright._torch import (
 from shardwright.engine.base.companion import companion_of
 from shardwright.engine.base.precision import refuse_gradient_dtypes
 from shardwright.engine.model.root import Root, root_of, roots
+from shardwright.engine.model.unfinished import BegunStep
 from shardwright.engine.tensors.parameter import (
     DEFERRED,
     UNIT_OF,
@@ -84,6 +85,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
     """
     boards.at(boards.OPTIMIZER)
     for each in list(roots):
+        if each.begun_step is not None:
+            each.notice_interrupted_step(optimizer)
         each.agreement.check()
         each.recover_if_failed()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -121,7 +124,11 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
         increment_version([p for p in parameters if unit_of(p) is not None and p.grad is not None])
     if all(type(lr := group.get("lr")) in (int, float) and lr == 0 for group in optimizer.param_groups):
         return []
-    return list({id(r): r for u in stepped if (r := root_of(u)) is not None and u.stepping is None}.values())
+    counted = list({id(r): r for u in stepped if (r := root_of(u)) is not None and u.stepping is None}.values())
+    for root in counted:
+        root.agreement.refuse_if_interrupted()
+        root.begun_step = BegunStep(optimizer)
+    return counted
 
 
 #: The classes that sharded parameters show. A user's subclass of ``nn.Parameter`` is behind some of them.

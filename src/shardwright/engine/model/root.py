@@ -30,6 +30,7 @@ from shardwright.engine.model.order import Order
 from shardwright.engine.model.pools import Pools, prefetch_budget
 from shardwright.engine.model.prefetch import Prefetch
 from shardwright.engine.model.reductions import Reductions
+from shardwright.engine.model.unfinished import BegunStep
 from shardwright.engine.model.visits import Visits
 from shardwright.engine.unit.owning import at_rest, settle_now
 from shardwright.engine.unit.unit import Unit
@@ -63,6 +64,7 @@ class Root:
             Else None.
         full_precision_in_eval: whether root calls in eval mode compute with weights in their storage dtypes.
         full_precision: whether the running or last root call does so.
+        begun_step: the running step of an optimizer with parameters of this model.
     """
 
     def __init__(self, units: list[Unit], names: list[str]) -> None:
@@ -75,6 +77,7 @@ class Root:
         self.backward = False
         self.is_last_backward = True
         self.selected: Collection[Unit] | None = None
+        self.begun_step: BegunStep | None = None
         self._task: weakref.ref[_Task] | None = None
         options = units[0].options
         depth, nbytes = prefetch_budget(options.prefetch)
@@ -136,6 +139,8 @@ class Root:
     def begin(self, unit: Unit, module: nn.Module) -> None:
         """Begin the outermost call of this model, of a ``module`` of ``unit``."""
         with annotate("root_pre_forward"):
+            if self.begun_step is not None:
+                self.notice_interrupted_step()
             self.agreement.check()
             self.recover_if_failed()
             if self.full_precision_in_eval:
@@ -278,6 +283,23 @@ class Root:
     def count_step(self) -> None:
         """Count a step of an optimizer on parameters of this model."""
         self.agreement.steps.add(self.in_backward)
+        self.begun_step = None  # last: if an exception comes before, ranks may not have counted alike
+
+    def stepped_units(self) -> list[Unit]:
+        """The units whose optimizer has stepped them in backward since the last call of the model began."""
+        calls = self.clock.begun
+        return [u for u in self.units() if u.stepping is not None and u.stepping.has_stepped(calls)]
+
+    def notice_interrupted_step(self, beginning: torch.optim.Optimizer | None = None) -> None:
+        """Note that an exception has ended an optimizer's step, if it has changed anything before. ``beginning``: the
+        optimizer whose step begins now."""
+        step = self.begun_step
+        if step is None or step.is_running(beginning):
+            return
+        changed = [unit for unit in self.units() if unit.weights.notice_edits()]
+        if changed or step.may_have_changed_state():
+            self.agreement.steps.interrupt()
+        self.begun_step = None
 
     # -- failures ------------------------------------------------------------------------------------------------
 
@@ -294,8 +316,12 @@ class Root:
         self.visits.forget()
         self.reductions.forget()
         self.agreement.forget_backward()
-        self.agreement.steps.end_backward()
-        for unit in self.units():
+        units = self.units()
+        # Ranks that have stepped other units before the failure are of different ages then.
+        self.agreement.steps.end_backward(len(self.stepped_units()))
+        if any(unit.stepping is not None and unit.stepping.running for unit in units):
+            self.agreement.steps.interrupt()
+        for unit in units:
             recover(unit)
         self.agreement.streams.rejoin()
 

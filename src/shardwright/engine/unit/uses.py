@@ -178,7 +178,7 @@ def recover(unit: Unit) -> None:
     """Drop the weights and gradients of an interrupted forward or backward."""
     unit.activity.forget()
     if unit.stepping is not None:
-        unit.stepping.due = False
+        unit.stepping.due = unit.stepping.running = False
     unit.gradients.discard()
     if unit.parameters:
         unit.weights.release()

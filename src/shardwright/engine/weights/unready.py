@@ -7,7 +7,7 @@ most operations refuse storages without memory. Neither message names a unit, so
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +21,7 @@ _VERSION = re.compile(r"\[[\w.]+ \[([\d, ]*)\]\].* is at version (\d+); expected
 _WITHOUT_MEMORY = re.compile(
     "out of bounds for storage of size 0|its data is not allocated yet|resize storage that is not resizable"
 )
+_CHANGED = "modified by an inplace operation"
 _MARK = "they are not gathered"
 _NAMED = 6  #: as many units a message names
 #: Why a backward reads weights that are not gathered, and what to do.
@@ -63,6 +64,20 @@ def explain(error: BaseException | None, backward: bool) -> None:
             names = ", ".join(map(repr, units[:_NAMED])) + (", ..." if len(units) > _NAMED else "")
             what = f"weights of {one_of}unit{'s' if len(units) > 1 else ''} {names}"
             error.args = (f"An operation read {what}, but {_MARK} now. {why} (torch: {text})",)
+
+
+def explain_stepped(error: RuntimeError, units: Iterable[str]) -> None:
+    """Put the reason before torch's message if a backward read weights that ``sw.optim.in_backward`` has changed since
+    the forward. ``units``: those that it has stepped since then."""
+    if type(error) is not RuntimeError or _CHANGED not in (text := str(error)) or _MARK in text:
+        return
+    if names := list(units):
+        shown = ", ".join(map(repr, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")
+        error.args = (
+            f"Backward read weights that an earlier backward has changed: its optimizer steps in backward, and has "
+            f"stepped unit{'s' if len(names) > 1 else ''} {shown} since the forward. If several backwards make one step, "
+            f"call set_is_last_backward(False) before all except the last, or add up the losses. (torch: {text})",
+        )
 
 
 def _released_units(traceback: TracebackType | None) -> Iterator[str]:
