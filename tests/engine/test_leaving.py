@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from shardwright._torch import queue_callback
 from shardwright.comm_hooks import PowerSGD
 from shardwright.engine.assembly.find import UNIT
 from shardwright.engine.model import root
+from tests.engine.kit.interrupts import Interrupt, interrupted_at
 from tests.engine.kit.meetings import fresh_meetings
 from tests.engine.kit.models import full, shard_layers, three_layers
 from tests.engine.kit.surface import Boom, fail
@@ -143,42 +143,6 @@ def test_what_a_signals_handler_raises_is_not_taken_for_a_lost_rank(rank: int, w
             check_step(model, plain, rank, world_size)
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-class Interrupt(KeyboardInterrupt):
-    """The exception that a test raises at a line of the engine."""
-
-
-@contextmanager
-def interrupted_at(n: int, part: str = "/shardwright/") -> Iterator[list[int]]:
-    """Raise before the ``n``-th line of the engine, or of this part, that runs inside. Yields how many there were, and
-    the numbers of those that ran for the first time.
-
-    Not where torch functions are off: what a tracer raises at the end of a ``with`` leaves out its exit, which nothing
-    else that interrupts Python does.
-    """
-    count, raised, seen = [0], False, set()
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal raised
-        if part not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            count[0] += 1
-            if (place := (frame.f_code.co_filename, frame.f_lineno)) not in seen:
-                seen.add(place)
-                count.append(count[0])
-            if 0 < n <= count[0] and not raised and torch._C._is_torch_function_enabled():
-                raised = True
-                raise Interrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield count
-    finally:
-        sys.settrace(before)
 
 
 @pytest.mark.extensive("each place of a step")

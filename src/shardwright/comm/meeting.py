@@ -268,7 +268,9 @@ class Meeting:
             if all(each == records[0] for each in records):
                 self._note_agreement(current)
             elif current is self._refused or self._refuses(current, records):
-                return False  # an exception may have come before the failure was noted: the others have noted it
+                return (
+                    False  # an exception may have come before the failure was noted: the others have noted it
+                )
         self._round = None
         promise = self._promise
         if (

@@ -229,8 +229,9 @@ class _InBackward:
         real = self.param_groups
         self.param_groups = called = step.groups(params)
         try:
-            outside = self._enter()  # type: ignore[attr-defined]
+            outside, inside = self._enter()  # type: ignore[attr-defined]
             try:
+                self._put_in(*inside)  # type: ignore[attr-defined]
                 with self._on_device(unit):  # type: ignore[attr-defined]
                     step_without_hooks(steps.kind)(self)
             finally:

@@ -283,6 +283,10 @@ def _state_as_ragged(optimizer: Optimizer) -> None:
     _move_to_host(optimizer, companion)
 
 
+#: The parameters and the state of an optimizer outside of its step, and each parameter with its stand-in.
+_Outside = tuple[list[list[Any]], Any, list[tuple[Any, LocalStandIn | None]]]
+
+
 class _ShardedStep:
     """A mixin in front of an optimizer's class; see :func:`fully_shard_optimizer`."""
 
@@ -293,11 +297,12 @@ class _ShardedStep:
         """Go on with parameters that have just replaced others in the groups."""
 
     @torch.no_grad()
-    def _enter(self) -> tuple[list[list[Any]], Any, list[tuple[Any, LocalStandIn | None]]]:
-        """Put local stand-ins into the groups and the state. Changes all or nothing.
+    def _enter(self) -> tuple[_Outside, tuple[list[list[torch.Tensor]], Any]]:
+        """Prepare local stand-ins for the groups and the state. Changes neither.
 
-        Returns the old values, and each parameter with its stand-in, if it has one. A model has thousands of
-        parameters, so they are looked at once.
+        Returns what :meth:`_leave` and :meth:`_put_in` take: the values of now, with each parameter and its stand-in,
+        if it has one; then the stand-ins and their state. A model has thousands of parameters, so they are looked at
+        once.
         """
         companion = sharded_companion(self)
         stand_ins, whole = companion.stand_ins, companion.whole
@@ -344,10 +349,13 @@ class _ShardedStep:
                 if stand_in is not None:
                     stand_in.local.grad = None
             raise
+        return (groups, outer, entered), (locals_, inner)
+
+    def _put_in(self, locals_: list[list[torch.Tensor]], inner: Any) -> None:
+        """Give the optimizer the stand-ins and their state, until :meth:`_leave`."""
         for group, params in zip(self.param_groups, locals_, strict=True):
             group["params"] = params
         self.state = inner
-        return groups, outer, entered
 
     @torch.no_grad()
     def _leave(
@@ -436,8 +444,10 @@ class _ShardedStep:
         if companion.objects != count_of_objects():  # parameters may have been sharded since
             fully_shard_optimizer(self)  # type: ignore[type-var]
         roots = before_optimizer_step(self)  # type: ignore[arg-type]
-        groups, outer, entered = self._enter()
-        try:
+        outside, inside = self._enter()
+        groups, outer, _ = outside
+        try:  # from here on an exception, as of a signal's handler, puts the parameters back
+            self._put_in(*inside)
             if companion.whole or companion.host_state is not None:
                 # Hooks of the step run once, although the optimizer's own code runs several times.
                 plain_step = step_without_hooks(_kind_of(self))
@@ -446,7 +456,7 @@ class _ShardedStep:
             else:
                 super().step()  # type: ignore[misc]
         finally:
-            self._leave(groups, outer, entered)
+            self._leave(*outside)
         count_step(roots)
         return loss
 

@@ -1,4 +1,4 @@
-"""Random programs of users that do what no page shows: hidden outputs, captured parameters, edited gradients, interrupts.
+"""Random programs of users that do what no page shows: hidden outputs, captured parameters, edited gradients and more.
 
 ``grammar`` says what a program is and draws one from a seed; ``model`` builds its model; ``running`` trains it beside a
 plain one, and judges: a step is equal, or refused by one clear error on every rank. ``search`` runs many and makes

@@ -10,9 +10,30 @@ KINDS = ("linear", "norm", "table", "conv", "mixed", "scale", "nested", "nested 
 USES = ("once", "once", "once", "twice", "odd steps")
 CHECKPOINTS = ("none", "none", "none", "not reentrant", "reentrant")
 #: Where a unit keeps a tensor that it does not return.
-KEEPS = ("no", "list", "inner hook", "dict", "closure", "attribute", "own function", "saved by hooks", "deque of objects")
+KEEPS = (
+    "no",
+    "list",
+    "inner hook",
+    "dict",
+    "closure",
+    "attribute",
+    "own function",
+    "saved by hooks",
+    "deque of objects",
+)
 #: When the kept tensors are read.
-READS = ("no", "together", "later", "before", "alone", "inside", "after gradient", "next step", "next step detached", "twice")
+READS = (
+    "no",
+    "together",
+    "later",
+    "before",
+    "alone",
+    "inside",
+    "after gradient",
+    "next step",
+    "next step detached",
+    "twice",
+)
 STRATEGIES = (*("zero3",) * 5, "zero2", "zero2", "zero1", "ddp", "ddp", "hsdp", "hfsdp")
 LAYOUTS = ("per_parameter", "per_parameter", "ragged", "element", "last dimension")
 MEMORIES = ("dynamic", "dynamic", "arena", "max_pool")
@@ -24,15 +45,42 @@ CAPTURED_USES = (
     *("forward", "drop gradients", "copy", "read gradients", "set data", "another optimizer"),
 )
 GRADIENTS = (
-    *("no", "no", "hook scales", "hook masks", "hook after", "in place", "halved", "tril", "flip", "whole", "none of some"),
+    *(
+        "no",
+        "no",
+        "hook scales",
+        "hook masks",
+        "hook after",
+        "in place",
+        "halved",
+        "tril",
+        "flip",
+        "whole",
+        "none of some",
+    ),
     *("clip", "clip of the library", "zeros", "data"),
 )
 OPTIMIZERS = ("sgd", "adamw")
 WRAPPED = ("plain", "wrapped", "in backward")
 MICROS = ("one", "one", "two", "two, held", "two, late")
 SAVES = ("no", "no", "state dict", "checkpoint", "assign", "deepcopy of state")
-INTERRUPTS = ("no", "no", "forward and backward", "optimizer", "optimizer, retried", "boom in forward", "boom in backward")
-PARTS = ("/shardwright/", "/shardwright/engine/", "/shardwright/memory/", "/shardwright/comm/", "/engine/model/", "/engine/gradients/")
+INTERRUPTS = (
+    "no",
+    "no",
+    "forward and backward",
+    "optimizer",
+    "optimizer, retried",
+    "boom in forward",
+    "boom in backward",
+)
+PARTS = (
+    "/shardwright/",
+    "/shardwright/engine/",
+    "/shardwright/memory/",
+    "/shardwright/comm/",
+    "/engine/model/",
+    "/engine/gradients/",
+)
 OPTIMIZER_PARTS = ("/torch/optim/", "/shardwright/optim/", "/shardwright/")
 
 
@@ -138,20 +186,34 @@ def legal(program: Program) -> Program:
     if keeps_full and program.reshard is not None:
         change["reshard"] = None
     gives = [u for u in program.units if u.unit]
-    if program.memory == "max_pool" and (keeps_full or program.strategy == "ddp" or program.reshard is False or not gives):
+    if program.memory == "max_pool" and (
+        keeps_full or program.strategy == "ddp" or program.reshard is False or not gives
+    ):
         change["memory"] = "arena"
     if program.wrapped == "in backward":  # pages say that these do not go together
         if program.gradients.startswith("clip") or program.captured_use.startswith("clip"):
             change |= {"gradients": "no", "capture": "no"}
         if program.micros == "two":
             change["micros"] = "two, held"
-    if program.gradients == "hook after" and program.read in ("later", "before", "twice", "inside", "after gradient"):
-        change["gradients"] = "hook scales"  # the hook of a plain model runs once for each backward of each rank
+    if program.gradients == "hook after" and program.read in (
+        "later",
+        "before",
+        "twice",
+        "inside",
+        "after gradient",
+    ):
+        change["gradients"] = (
+            "hook scales"  # the hook of a plain model runs once for each backward of each rank
+        )
     if program.capture == "ids" and program.captured_use == "forward":
         change["capture"] = "parameters"  # modules show other objects then
     if program.capture in ("detached", "view"):
         # From before, they keep the old values, as docs/engine.md says.
-        uses = ("decay", "average", "copy") if program.capture == "detached" else ("penalty", "penalty of one", "decay")
+        uses = (
+            ("decay", "average", "copy")
+            if program.capture == "detached"
+            else ("penalty", "penalty of one", "decay")
+        )
         if program.captured_use not in uses:
             change["captured_use"] = uses[len(program.units) % len(uses)]
         if program.capture == "detached":

@@ -180,7 +180,9 @@ def shard(net: Net, program: Program) -> Net:
         "mesh": mesh,
         "strategy": program.strategy,
         "reshard_after_forward": program.reshard,
-        "mp_policy": sw.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None),
+        "mp_policy": sw.MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None
+        ),
     }
     if program.layout == "last dimension":
         options["shard_placement_fn"] = lambda p: Shard(p.ndim - 1) if p.ndim else None

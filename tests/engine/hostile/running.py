@@ -29,7 +29,7 @@ from tests.engine.kit.meetings import fresh_meetings
 from tests.engine.programs.compare import differences, full, too_far, whole
 
 SOURCE = str(Path(sw.__file__).parent)
-PATIENCE = timedelta(seconds=9)  #: how long a rank waits for the end of the others' step
+PATIENCE = timedelta(seconds=30)  #: how long a rank waits for the end of the others' step
 LOOK = timedelta(seconds=1)  #: how long an interrupted rank looks whether the others have made the step
 
 EQUAL, REFUSED, AS_PLAIN = "equal", "refused", "plain refuses, too"
@@ -61,7 +61,9 @@ def ending_of(error: BaseException) -> Ending:
     ours = last is not None and last.filename.startswith(SOURCE) and "raise" in (last.line or "raise")
     explained = "(torch: " in text
     names = re.search(r"unit|[Pp]arameter|rank|optimizer|[a-z]+_[a-z_]+|gradient", text) is not None
-    bug = "please report" in text or isinstance(error, AssertionError | AttributeError | KeyError | IndexError)
+    bug = "please report" in text or isinstance(
+        error, AssertionError | AttributeError | KeyError | IndexError
+    )
     shown = "".join(traceback.format_exception(error)[-12:])
     return Ending("error", text, (ours or explained) and names and not bug, shown)
 
@@ -157,7 +159,7 @@ class Side:
         return torch.randn(4, DIM, generator=generator)
 
     def train_micro(self, step: int, micro: int, rank: int, place: int) -> list[torch.Tensor]:
-        """Forward and backward on a rank's batch; ``place``: of its store. Returns the loss and the input's gradient."""
+        """Run a rank's batch; ``place``: of its store. Returns the loss and the input's gradient."""
         read = self.program.read if self.hostile else "no"
         store = self.stores[place]
         store.clear()
@@ -176,7 +178,10 @@ class Side:
             for old in self.before[place]:
                 loss = loss + (old.detach() if read.endswith("detached") else old).float().square().mean()
         gradient = self.backward(read, loss, extra, x, output)
-        return [loss.detach().double().clone(), torch.zeros(()) if gradient is None else gradient.detach().clone()]
+        return [
+            loss.detach().double().clone(),
+            torch.zeros(()) if gradient is None else gradient.detach().clone(),
+        ]
 
     def backward(
         self, read: str, loss: torch.Tensor, extra: torch.Tensor, x: torch.Tensor, output: torch.Tensor
@@ -335,7 +340,9 @@ class Run:
             self.store.wait(keys, PATIENCE)
         except (dist.DistStoreError, RuntimeError):
             there = [r for r, key in enumerate(keys) if self.store.check([key])]
-            raise Bad(HANG, f"phase {self.phase}: only ranks {there} came out; this one with {ending}") from None
+            raise Bad(
+                HANG, f"phase {self.phase}: only ranks {there} came out; this one with {ending}"
+            ) from None
         return [Ending(*eval(self.store.get(key))) for key in keys]
 
     def judge(self, endings: list[Ending], what: str) -> bool:
@@ -608,7 +615,12 @@ class Run:
             ending = ending_of(error)
             self.trace = "\n" + ending.trace
         endings = self.meet(ending)
-        if wanted and step == INTERRUPTED and ending.kind != "done" and any(e.kind == "error" for e in endings):
+        if (
+            wanted
+            and step == INTERRUPTED
+            and ending.kind != "done"
+            and any(e.kind == "error" for e in endings)
+        ):
             # A step has no meetings: a rank alone may be refused, and the others hear of it in their next forward.
             endings = [e if e.kind == "error" else replace(endings[self.rank], kind="error") for e in endings]
         if wanted and step == INTERRUPTED and any(e.kind == "error" for e in endings):
@@ -634,7 +646,9 @@ class Run:
             mine = ending_of(error)
             self.trace = "\n" + mine.trace
         endings = self.meet(mine)
-        if self.judge(endings, f"the forward after an interrupted optimizer step ({self.where_of()}){self.trace}"):
+        if self.judge(
+            endings, f"the forward after an interrupted optimizer step ({self.where_of()}){self.trace}"
+        ):
             return False, ""
         for p in self.sharded.net.parameters():
             p.grad = None
@@ -647,8 +661,15 @@ class Run:
                     for p, w in zip(self.plain.net.parameters(), which, strict=True):
                         p.copy_(w)
                 return False, ""
-        far = [t for v, w in zip(values, after, strict=True) for t in too_far("weight", v, w, 1.0, self.tolerance)]
-        raise Bad(WRONG, f"after an interrupted optimizer step ({self.where_of()}) weights are partly changed: {far[:5]}")
+        far = [
+            t
+            for v, w in zip(values, after, strict=True)
+            for t in too_far("weight", v, w, 1.0, self.tolerance)
+        ]
+        raise Bad(
+            WRONG,
+            f"after an interrupted optimizer step ({self.where_of()}) weights are partly changed: {far[:5]}",
+        )
 
     def where_of(self) -> str:
         return getattr(self, "where", "another rank")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import Counter
 
@@ -19,17 +18,19 @@ def verdict_of(pools: WorkerPools, program: Program) -> tuple[str, str]:
     """The worst verdict of the ranks."""
     try:
         verdicts = pools.run(
-            run_program, program.ranks, timeout=25.0, program=program, nonce=str(next(_numbers))
+            run_program, program.ranks, timeout=90.0, program=program, nonce=str(next(_numbers))
         )
     except CaseFailed as failure:
         text = str(failure)
         return (HANG if "no reply in time" in text and "Traceback" not in text else CRASH), text
     for bad in BAD:
-        for kind, why in verdicts:
+        for kind, _ in verdicts:
             if kind == bad:
                 if bad == HANG:
                     pools.close()  # ranks may be apart
-                return kind, "\n".join(f"rank {r}: {text}" for r, (k, text) in enumerate(verdicts) if k == kind)
+                return kind, "\n".join(
+                    f"rank {r}: {text}" for r, (k, text) in enumerate(verdicts) if k == kind
+                )
     return verdicts[0]
 
 

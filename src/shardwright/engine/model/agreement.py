@@ -68,7 +68,7 @@ class Steps:
             self._set(self.age + within)
 
     def interrupt(self) -> None:
-        """Note that a step has changed some weights, and perhaps not all. The age then differs from those of ranks whose
+        """Note that a step has changed some weights, and perhaps not all. The age then differs from that of ranks whose
         step has ended."""
         if self.age >= 0:
             self._set(-1 - self.age)
@@ -112,6 +112,11 @@ class Agreement:
         self._orders: dict[Communicator, torch.Tensor] = {}
         #: The meetings, and how often they had met when the running forward or backward began.
         self._meeting_numbers: dict[Meeting, int] = {}
+        #: The event that ends the running forward or backward; None: it has ended, or this rank has left it. It stays
+        #: if a signal's handler raises while this rank leaves.
+        self._running: int | None = None
+        #: The meeting at the end of the last axis, and how often it has met when the forward or backward has ended.
+        self._last_meeting: tuple[Meeting, int] | None = None
         self._headers = Headers([unit.comm for unit in units], ranks.device, self.streams)
         self.steps = Steps(self._headers)
         #: Whether the ranks have diverged, on an accelerator with several ranks.
@@ -223,6 +228,9 @@ class Agreement:
             for meeting in meetings:
                 meeting.enter()
         for i, comm in enumerate(axes):
+            met = comm.meeting.number if comm.meeting is not None else 0
+            if event in ENDS and comm is axes[-1] and comm.meeting is not None:
+                self._last_meeting = comm.meeting, met + 1
             try:
                 if comm.exchanges:
                     with boards.inside(_MEETINGS[event], comm.name, 0, self.model.names[number]):
@@ -233,11 +241,22 @@ class Agreement:
                     comm.meeting.agreed(_limit_of(event))  # if it was interrupted, it may still run
                 # The others also meet on the remaining axes, or leave the step and report that in all groups.
                 over = {c.meeting for c in axes[: i + 1]}
+                if event in ENDS:
+                    # Those with whom this rank has agreed already may go on to the next forward or backward.
+                    over = {comm.meeting} if isinstance(error.__cause__, Unreached) else set()
+                    met_here = comm.meeting is not None and comm.meeting.number > met
+                    if met_here and event == END_BACKWARD and comm is axes[-1]:
+                        raise  # an interrupt after all have agreed: they have made the step
+                    self._last_meeting = None
                 rest = [each for each in dict.fromkeys((*meetings, *self._meetings())) if each not in over]
                 self._leave(event, error, rest, _failure(meetings))
+                if event in ENDS:
+                    self._running = None
                 raise
-        if event in ENDS and self._differs is None:
-            self._forget_edits()
+        if event in ENDS:
+            self._running = None
+            if self._differs is None:
+                self._forget_edits()
 
     def _axes(self, event: int) -> list[Communicator]:
         """The axes over which the ranks agree on an event. The norm of clipping has sums over all axes."""
@@ -272,9 +291,13 @@ class Agreement:
 
     # -- leaving by an exception ---------------------------------------------------------------------------------
 
-    def enter(self) -> bool:
-        """Begin a forward or backward. Returns whether the model's groups had failures since the last time."""
+    def enter(self, event: int) -> bool:
+        """Begin a forward or backward, which ``event`` ends. Returns whether the model's groups had failures since the
+        last time."""
         if any(comm.exchanges for comm in self.model.every):
+            if self._running is not None:
+                self._leave_interrupted(self._running)
+            self._last_meeting, self._running = None, event
             self._meeting_numbers = {meeting: meeting.number for meeting in self._meetings()}
             for meeting in self._meeting_numbers:
                 meeting.enter()
@@ -287,12 +310,20 @@ class Agreement:
         If ranks have met since it began, all take part in it and come to its end on every axis, also after a
         disagreement. Otherwise they may not take part, and this rank's next meeting reports it.
         """
-        meeting_numbers, self._meeting_numbers = self._meeting_numbers, {}
+        meeting_numbers = self._meeting_numbers
         for meeting in meeting_numbers:
             meeting.settle()
             meeting.agreed()
         if any(m.number > number or m.disagreed() for m, number in meeting_numbers.items()):
             self._leave(event, error, list(meeting_numbers), _failure(list(meeting_numbers)))
+        self._meeting_numbers, self._running = {}, None
+
+    def _leave_interrupted(self, event: int) -> None:
+        """Finish to leave a forward or backward, because an exception came while this rank left it."""
+        last = self._last_meeting
+        if last is None or last[0].number < last[1]:
+            self.leave(event, RuntimeError("an exception in its cleaning up"))
+        self._running = None
 
     def _leave(self, event: int, error: BaseException, meetings: list[Meeting], failure: int) -> None:
         agreed_meetings = [meeting for meeting in meetings if meeting.agreed()]

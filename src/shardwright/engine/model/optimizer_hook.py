@@ -124,7 +124,9 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
         increment_version([p for p in parameters if unit_of(p) is not None and p.grad is not None])
     if all(type(lr := group.get("lr")) in (int, float) and lr == 0 for group in optimizer.param_groups):
         return []
-    counted = list({id(r): r for u in stepped if (r := root_of(u)) is not None and u.stepping is None}.values())
+    counted = list(
+        {id(r): r for u in stepped if (r := root_of(u)) is not None and u.stepping is None}.values()
+    )
     for root in counted:
         root.agreement.refuse_if_interrupted()
         root.begun_step = BegunStep(optimizer)

@@ -129,9 +129,10 @@ class Root:
                 raise
             self.full_precision = full_precision
 
-    def _enter(self) -> None:
-        """Begin a forward or backward. After a failure the ranks drop their guesses, which may differ."""
-        if self.agreement.enter():
+    def _enter(self, event: int) -> None:
+        """Begin a forward or backward, which ``event`` ends. After a failure the ranks drop their guesses, which may
+        differ."""
+        if self.agreement.enter(event):
             self._order.forget()
 
     # -- forward -------------------------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ class Root:
             self.recover_if_failed()
             if self.full_precision_in_eval:
                 self.compute_as(uses_full_precision(module))
-            self._enter()
+            self._enter(END_FORWARD)
             self.agreement.streams.rejoin()
             self.clock.begin_call()
             self.caller = unit
@@ -219,7 +220,7 @@ class Root:
             self.backward = True
             self.agreement.streams.note_current()
             if self.caller is None:
-                self._enter()
+                self._enter(END_BACKWARD)
                 self.compute_as(False)
             self.clock.turn()
 
@@ -262,7 +263,7 @@ class Root:
 
     def end_unreached_backward(self) -> None:
         """End a backward that has not reached this model on this rank, but perhaps on others."""
-        self._enter()
+        self._enter(END_BACKWARD)
         self._agree_at_end(END_BACKWARD, 0)
         self.agreement.compare()
 

@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 
-#: Packages whose optimizers write with operations of torch.
-_KNOWN = ("torch.", "shardwright.")
-
 
 class BegunStep:
     """A step of an optimizer that has begun. Before it, it notes what it needs to see whether the optimizer's state has
@@ -26,27 +23,24 @@ class BegunStep:
         self._before = _version_of_state(optimizer)
 
     def is_running(self, beginning: torch.optim.Optimizer | None) -> bool:
-        """Return whether the step still runs, because its closure has called the model, or has begun a step of another
-        optimizer, ``beginning``."""
+        """Return whether the step still runs, because its closure has called the model, or its code has begun another
+        step. ``beginning``: the optimizer of that other step, which may be the same one."""
         optimizer, frame = self._optimizer(), sys._getframe(1)
-        while frame is not None and optimizer is not beginning:
+        count = 0
+        while frame is not None:
             if frame.f_code.co_name in ("step", "wrapper") and frame.f_locals.get("self") is optimizer:
-                return True
+                count += 1
             frame = frame.f_back  # type: ignore[assignment]
-        return False
+        return count > (optimizer is beginning)
 
     def may_have_changed_state(self) -> bool:
         """Return whether the optimizer's state differs from that before the step.
 
         Optimizers change the state of all parameters by one operation after another, so the first parameter's state
-        shows it. Code outside of torch and of this package may write without version counters, so it counts as changed.
+        shows it. Kernels that write without version counters are not seen.
         """
         optimizer = self._optimizer()
-        if optimizer is None:
-            return True
-        kinds = [kind for kind in type(optimizer).__mro__ if "step" in vars(kind)]
-        known = all(kind.__module__.startswith(_KNOWN) for kind in kinds)
-        return not known or _version_of_state(optimizer) != self._before
+        return optimizer is None or _version_of_state(optimizer) != self._before
 
 
 def _version_of_state(optimizer: torch.optim.Optimizer) -> int:

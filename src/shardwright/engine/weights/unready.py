@@ -75,8 +75,8 @@ def explain_stepped(error: RuntimeError, units: Iterable[str]) -> None:
         shown = ", ".join(map(repr, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")
         error.args = (
             f"Backward read weights that an earlier backward has changed: its optimizer steps in backward, and has "
-            f"stepped unit{'s' if len(names) > 1 else ''} {shown} since the forward. If several backwards make one step, "
-            f"call set_is_last_backward(False) before all except the last, or add up the losses. (torch: {text})",
+            f"stepped unit{'s' if len(names) > 1 else ''} {shown} since the forward. If several backwards make one "
+            f"step, call set_is_last_backward(False) before all except the last, or add up the losses. (torch: {text})",
         )
 
 
