@@ -64,15 +64,18 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], kind: str, every: int = 1, dr
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     if kind in SELECTIVE:
-        options["context_fn"] = functools.partial(_contexts, SELECTIVE[kind])
+        options["context_fn"] = functools.partial(_contexts, kind)
     for number, block in enumerate(blocks):
         if kind in ("full", *SELECTIVE) or (kind == "layers" and number % every == 0):
             block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
-def _contexts(every: int) -> tuple[Any, Any]:
-    """Return the dispatch modes of one selective checkpoint: the one for forward, and the one for its recomputation."""
-    policy = _Policy(every)
+def _contexts(kind: str) -> tuple[Any, Any]:
+    """Return the dispatch modes of one selective checkpoint: the one for forward, and the one for its recomputation.
+
+    ``kind``: a key of `SELECTIVE`. torch.compile would take a number that differs between models for a symbol.
+    """
+    policy = _Policy(SELECTIVE[kind])
     keeps, recomputes = create_selective_checkpoint_contexts(policy)
     policy.storage = keeps.storage
     note_policy(keeps)

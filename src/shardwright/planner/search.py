@@ -203,38 +203,21 @@ def search(axes: Sequence[Axis], plan: Plan, width: int = 1) -> list[Found]:
     begun: deque[tuple[Point, Later]] = deque()
     found: dict[Point, Found | None] = {}
 
-    lone = [i for i, axis in enumerate(axes) if axis.lone]
-
-    def slower(one: Point, other: Point) -> bool:
-        return all(a >= b for a, b in zip(one, other, strict=True))
-
-    def larger(one: Point, other: Point) -> bool:
-        return slower(other, one) and all((one[i] == 0) == (other[i] == 0) for i in lone)
-
-    def decides(point: Point) -> tuple[bool, int, Point]:
-        """First the point whose plan decides most points in the worse case; if possible none that a plan decides which
-        has begun."""
-        is_open = not any(slower(point, each) or larger(point, each) for each, _ in begun)
-        after = sum(slower(each, point) for each in unknown)
-        before = sum(larger(each, point) for each in unknown)
-        return is_open, min(after, before), tuple(-i for i in point)
-
     def begin(point: Point) -> None:
         unknown.discard(point)
-        keys = tuple(pair for axis, i in zip(axes, point, strict=True) for pair in axis.values[i])
-        begun.append((point, plan(keys)))
+        begun.append((point, plan(_keys_at(axes, point))))
 
     def read() -> None:
         point, later = begun.popleft()
         found[point] = result = later()
         if result is not None:
             unknown.difference_update(
-                {p for p in unknown if (slower(p, point) if result.fits else larger(p, point))}
+                {p for p in unknown if (_slower(p, point) if result.fits else _larger(axes, p, point))}
             )
 
     while unknown or begun:
         while unknown and len(begun) < width:
-            begin(max(unknown, key=decides))
+            begin(_next(axes, unknown, [point for point, _ in begun]))
         read()
     while (best := fastest(found.values())) is not None:
         at = next(point for point, each in found.items() if each is best)
@@ -252,6 +235,39 @@ def search(axes: Sequence[Axis], plan: Plan, width: int = 1) -> list[Found]:
         while begun:
             read()
     return [each for each in found.values() if each is not None]
+
+
+def first_keys(axes: Sequence[Axis]) -> Keys:
+    """Return the settings of the point that `search` plans first."""
+    points = set(itertools.product(*(range(len(axis.values)) for axis in axes)))
+    return _keys_at(axes, _next(axes, points, []))
+
+
+def _next(axes: Sequence[Axis], unknown: set[Point], begun: Sequence[Point]) -> Point:
+    """Return the unknown point whose plan decides most points in the worse case; if possible none that a plan decides
+    which has begun."""
+
+    def decides(point: Point) -> tuple[bool, int, Point]:
+        is_open = not any(_slower(point, each) or _larger(axes, point, each) for each in begun)
+        after = sum(_slower(each, point) for each in unknown)
+        before = sum(_larger(axes, each, point) for each in unknown)
+        return is_open, min(after, before), tuple(-i for i in point)
+
+    return max(unknown, key=decides)
+
+
+def _keys_at(axes: Sequence[Axis], point: Point) -> Keys:
+    return tuple(pair for axis, i in zip(axes, point, strict=True) for pair in axis.values[i])
+
+
+def _slower(one: Point, other: Point) -> bool:
+    return all(a >= b for a, b in zip(one, other, strict=True))
+
+
+def _larger(axes: Sequence[Axis], one: Point, other: Point) -> bool:
+    """Whether one point takes more memory than another for certain."""
+    lone = [i for i, axis in enumerate(axes) if axis.lone]
+    return _slower(other, one) and all((one[i] == 0) == (other[i] == 0) for i in lone)
 
 
 def fastest(plans: Iterable[Found | None]) -> Found | None:

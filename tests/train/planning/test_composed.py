@@ -60,15 +60,16 @@ def test_a_composed_plan_is_the_traced_one(words: str) -> None:
     check(config_of(words))
 
 
-@pytest.mark.extensive("several compiled graphs", but=("other shapes",))
+@pytest.mark.extensive("several compiled graphs", but=("other shapes", "other checkpoints"))
 @pytest.mark.parametrize(
     "before, words",
     [
         ("parallel.strategy=zero2 train.loss_chunks=2", "parallel.reshard_after_forward=never"),
         ("train.micro_batch=4", "train.micro_batch=2"),
         ("activations.checkpoint=ops", "activations.checkpoint=ops parallel.strategy=zero2"),
+        ("activations.checkpoint=ops", "activations.checkpoint=half_ops"),
     ],
-    ids=["other strategy", "other shapes", "checkpoints"],
+    ids=["other strategy", "other shapes", "checkpoints", "other checkpoints"],
 )
 def test_a_plan_of_a_search_is_that_of_a_plan_alone(before: str, words: str) -> None:
     """Plans of a search share the graphs of torch.compile, as far as blocks are the same."""

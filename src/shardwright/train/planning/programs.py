@@ -74,7 +74,17 @@ def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda"
     """
     check_division(config, ranks)
     refuse(PLANNED, config)
-    return composed_program(config, ranks, kind) or traced_program(config, ranks, kind)
+    with _graphs_for(config, ranks, kind) as shared:
+        program = _program_with(config, ranks, kind, shared)
+    if not (shared.is_old and shared.graphs.for_several_shapes):
+        return program
+    _SEARCH.forget()  # a graph of an earlier plan was no good here, so make all of them again
+    with _graphs_for(config, ranks, kind) as shared:
+        return _program_with(config, ranks, kind, shared)
+
+
+def _program_with(config: Config, ranks: int, kind: Literal["cpu", "cuda"], shared: Shared) -> Program:
+    return composed_program(config, ranks, kind, shared) or traced_program(config, ranks, kind, shared=shared)
 
 
 class Shared(NamedTuple):
@@ -139,12 +149,18 @@ def _graphs_for(config: Config, ranks: int, kind: Literal["cpu", "cuda"]) -> Ite
 
 
 def _as_blocks_see_it(config: Config) -> Config:
-    """The configuration without settings that change no graph of a block: how ranks divide the model, and the loss."""
+    """The configuration without settings that change no graph of a block: how ranks divide the model, and the loss.
+
+    Kinds of checkpoints count only if torch.compile does not tell them apart: it sees their functions, and no budget.
+    """
     parallel = config.parallel.model_copy(
         update={"strategy": "zero3", "replicas": 1, "reshard_after_forward": "default"}
     )
     train = config.train.model_copy(update={"loss_chunks": 0, "global_batch": 0})
-    return config.model_copy(update={"parallel": parallel, "train": train})
+    activations = config.activations
+    if activations.checkpoint in ("ops", "half_ops", "full"):
+        activations = activations.model_copy(update={"checkpoint": "none"})
+    return config.model_copy(update={"parallel": parallel, "train": train, "activations": activations})
 
 
 def composed_program(
@@ -155,11 +171,6 @@ def composed_program(
     None: their traces would not be shorter together, or do not agree on how a program grows. ``shared``: by its traces.
     """
     if shared is None:
-        with _graphs_for(config, ranks, kind) as shared:
-            program = composed_program(config, ranks, kind, shared)
-        if not (shared.is_old and shared.graphs.for_several_shapes):
-            return program
-        _SEARCH.forget()  # a graph of an earlier plan was no good here, so make all of them again
         with _graphs_for(config, ranks, kind) as shared:
             return composed_program(config, ranks, kind, shared)
     for series in series_of(config, ranks):

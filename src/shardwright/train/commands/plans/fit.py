@@ -177,9 +177,8 @@ def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, p
     ):
         now = made.plan(())()
         fixed: Keys = (("parallel.layout", "ragged"),) if now is not None and now.is_padded else ()
-        grids = functools.partial(
-            grids_of, job, config, device.figures.node, divides_loss(job, config, made.plan), better=fixed
-        )
+        of_job = functools.partial(grids_of, job, config, device.figures.node, better=fixed)
+        grids = functools.partial(of_job, divides_loss(job, config, made.plan, of_job(True, ())))
         wide = functools.partial(
             search_widely, grids, further=further, smaller=smaller, last=last, helps=made.waits_long,
             width=processes, likeness=likeness,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardwright.planner.devices import Figures
-from shardwright.planner.search import Axis, Keys, Plan, corners, with_keys
+from shardwright.planner.search import Axis, Keys, Plan, corners, first_keys, with_keys
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims
@@ -75,14 +75,21 @@ def further_settings(
     return further, smaller, last
 
 
-def divides_loss(job: PlannedJob, config: Config, plan: Plan) -> bool:
-    """Whether all logits of a step together are large, and the loss of this model can be computed in chunks."""
+def divides_loss(job: PlannedJob, config: Config, plan: Plan, grids: Sequence[Sequence[Axis]]) -> bool:
+    """Whether all logits of a step together are large, and the loss of this model can be computed in chunks.
+
+    ``grids``: with chunks of the loss. A plan of the first point shows whether they are possible, and is needed later.
+    """
     dims = ParallelDims.of(config.parallel, job.ranks)
     tokens = config.train.global_batch // dims.data * config.train.seq_len
     shape = config.model.shape()
     if "train.loss_chunks" in dict(job.keys) or 4 * tokens * shape.vocab_size < LOGITS:
         return False
-    return config.model.facts.has_output_layer or plan((("train.loss_chunks", "auto"),))() is not None
+    chunks = ("train.loss_chunks", "auto")
+    points = [keys for axes in grids[:1] if chunks in (keys := first_keys(axes))]
+    return config.model.facts.has_output_layer or any(
+        plan(keys)() is not None for keys in (*points, (chunks,))
+    )
 
 
 def grids_of(
@@ -147,7 +154,10 @@ def axes_of(
             tuple((("train.micro_batch", str(n)),) for n in _micro_batches(config, data)),
             lone=True,
         ),
-        Axis("checkpoint", tuple((("activations.checkpoint", way),) for way in ("none", "ops", "full"))),
+        Axis(
+            "checkpoint",
+            tuple((("activations.checkpoint", way),) for way in ("none", "ops", "half_ops", "full")),
+        ),
     ]
     if chunks:
         axes.append(Axis("loss chunks", tuple((("train.loss_chunks", n),) for n in ("0", "auto"))))
