@@ -199,6 +199,11 @@ class _ShapeAndSource:
         order[dim0], order[dim1] = order[dim1], order[dim0]
         return self.permute(order)
 
+    def reshape(self, *shape: Any) -> _ShapeAndSource:
+        raise NotImplementedError("reshape cannot be read in parts.")
+
+    view = reshape
+
     def split(self, sizes: int | list[int], dim: int = 0) -> tuple[_ShapeAndSource, ...]:
         whole = self.shape[dim]
         dim %= self.ndim

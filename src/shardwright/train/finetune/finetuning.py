@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,6 +17,12 @@ from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import reset_magnitudes, uncalled_layers
 from shardwright.train.finetune.base import base_of, check_same_base, write_base
 from shardwright.train.finetune.peft_files import read_adapters
+from shardwright.train.finetune.selection import (
+    layers_to_adapt,
+    parameters_to_freeze,
+    parameters_to_train,
+)
+from shardwright.train.models.build import model_of
 from shardwright.train.models.foreign.module import module_names
 from shardwright.train.models.hugging_face import key_map
 
@@ -24,6 +32,28 @@ def source_of(config: Config) -> str:
     if getattr(config.model.shape(), "weights", None) == "pretrained":
         return f"model.path = {config.model.path}"
     return f"run.seed = {config.run.seed}"
+
+
+def check_fits(config: Config) -> None:
+    """Refuse `[finetune]` if its patterns or its rank do not fit the model, which is made without memory to look.
+
+    Models of users are made by ranks alone, and are looked at there.
+
+    Raises:
+        UserError: as `layers_to_adapt`, `parameters_to_train` and `parameters_to_freeze`.
+    """
+    settings, shape = config.finetune, config.model.shape()
+    if offers_of(shape).layers is None or not (
+        settings.has_adapters or settings.freeze or settings.train_only
+    ):
+        return
+    with torch.device("meta"):
+        model = model_of(replace(shape, weights="pretrained") if hasattr(shape, "weights") else shape)
+    if settings.has_adapters:
+        layers_to_adapt(model, settings)
+        parameters_to_train(model, settings)
+    else:
+        parameters_to_freeze(model, settings)
 
 
 def peft_names(model: nn.Module, config: Config) -> KeyMap | None:

@@ -5,10 +5,12 @@ Nothing here changes a model. A pattern fits a whole name, or the end of a name 
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from shardwright.train.config.sections.finetune import FinetuneConfig
@@ -77,7 +79,11 @@ def _all_in_blocks(model: nn.Module) -> dict[str, nn.Linear]:
         for name, module in model.named_modules()
         if id(module) in inside and isinstance(module, nn.Linear) and not _is_router(name)
     }
-    layers = {name: layer for name, layer in layers.items() if not is_mamba_output(model, name)}
+    layers = {
+        name: layer
+        for name, layer in layers.items()
+        if not (is_mamba_output(model, name) or _is_mamba_step(model, name)) and _is_linear(layer)
+    }
     if not layers:
         kinds = _matrix_kinds(model, inside)
         raise UserError(
@@ -102,8 +108,37 @@ def is_mamba_output(model: nn.Module, name: str) -> bool:
     Fused kernels use its weight without calling it, and peft refuses to put an adapter there.
     """
     owner, _, last = name.rpartition(".")
-    parameters = {each.lower() for each, _ in model.get_submodule(owner).named_parameters(recurse=False)}
-    return last == "out_proj" and "a_log" in parameters
+    return last == "out_proj" and "a_log" in _own_parameters(model, owner)
+
+
+def _is_mamba_step(model: nn.Module, name: str) -> bool:
+    """Whether a layer makes the step sizes of a Mamba layer, which uses its weight without calling it."""
+    owner, _, last = name.rpartition(".")
+    return last == "dt_proj" and "a_log" in _own_parameters(model, owner)
+
+
+def _own_parameters(model: nn.Module, owner: str) -> set[str]:
+    return {each.lower() for each, _ in model.get_submodule(owner).named_parameters(recurse=False)}
+
+
+def _is_linear(layer: nn.Linear) -> bool:
+    """Whether a layer makes one row of outputs of each row of inputs, as the adapter beside it does.
+
+    A class with a forward of its own may not: layers of transformers with weights by groups take inputs by groups.
+    """
+    if type(layer).forward is nn.Linear.forward:
+        return True
+    probe = copy.copy(layer)
+    probe._parameters = {
+        name: None if each is None else nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device="meta"))
+        for name, each in layer._parameters.items()
+    }
+    rows = torch.empty(1, 3, layer.in_features, dtype=layer.weight.dtype, device="meta")
+    try:
+        with torch.no_grad():
+            return bool(type(layer).forward(probe, rows).shape == (1, 3, layer.out_features))
+    except Exception:  # of code that is not ours
+        return False
 
 
 def _matrix_kinds(model: nn.Module, inside: set[int]) -> list[str]:
@@ -143,6 +178,22 @@ def _chosen(model: nn.Module, settings: FinetuneConfig) -> dict[str, nn.Linear]:
                     f"[{pattern + '.*'!r}]"
                 )
             linear = [name for name in linear if name.rpartition(".")[2] != "router"]
+        for name in list(linear):
+            why = (
+                "whose weight a Mamba layer uses directly"
+                if _is_mamba_step(model, name)
+                else f"a {type(modules[name]).__name__}, which takes inputs by groups"
+                if not _is_linear(modules[name])  # type: ignore[arg-type]
+                else ""
+            )
+            if why and literal:
+                raise UserError(
+                    f"finetune.targets: expected linear layers that forward calls row by row, found {pattern!r}, which "
+                    f"fits {name!r}, {why}. Leave it out, or train it in full: finetune.train_also = "
+                    f"[{pattern + '.*'!r}]"
+                )
+            if why:
+                linear.remove(name)
         chosen.update(linear)
     return {name: modules[name] for name in modules if name in chosen}  # type: ignore[misc]
 

@@ -11,6 +11,7 @@ from shardwright.train.config.conflicts.jobs import STARTED
 from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.config.dims import ParallelDims, check_divisor
 from shardwright.train.config.schema import toml_value
+from shardwright.train.config.sections.finetune import FinetuneConfig
 from shardwright.train.errors import UserError
 from shardwright.train.parallel.host_memory import check_model_fits, ranks_of_host
 from shardwright.train.parallel.rank_facts import choose_device, under_launcher
@@ -71,6 +72,10 @@ def check_division(config: Config, ranks: int, resumes: bool = False) -> None:
     shape = config.model.shape()
     if (check_model := offers_of(shape).check) is not None:
         check_model(shape, config)
+    if config.finetune != FinetuneConfig():
+        from shardwright.train.finetune.finetuning import check_fits  # which imports the engine
+
+        check_fits(config)
 
 
 def check_profiled_ranks(config: Config, ranks: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pydantic import ValidationError
@@ -21,6 +22,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.finetune.finetuning import check_called
 from shardwright.train.models.hf.transformers_model import PREFIX
 from shardwright.train.parallel.checks import check_device, check_division
+from shardwright.train.planning.programs import program_of
 from shardwright.train.step.evaluation import check_model
 from tests.engine.kit.models import full
 from tests.train.kit.jobs import tiny, trainer
@@ -28,7 +30,7 @@ from tests.train.kit.parallel import next_step
 from tests.train.kit.text import batch, random_text
 from tests.train.models.kit.architectures import reloaded
 from tests.train.models.kit.foreign import NATIVE
-from tests.train.models.table.small import save_small
+from tests.train.models.table.small import model_of_config, save_config, save_small, small_config, unnoticed
 
 LENGTH, BATCH = 16, 4
 #: Tolerance relative to the norm of all gradients: float32 rounding, since experts and chunks sum in another order.
@@ -45,9 +47,9 @@ class Cell(NamedTuple):
     context: int
     method: str
 
-    def config(self, path: Path) -> Config:
+    def config(self, path: Path, **model: str) -> Config:
         return tiny(
-            model={**dict.fromkeys(NATIVE), "kind": "hf", "path": str(path)},
+            model={**dict.fromkeys(NATIVE), "kind": "hf", "path": str(path), **model},
             train={
                 "seq_len": LENGTH, "global_batch": BATCH, "micro_batch": 1 if self.context == 1 else 2,
                 "loss_chunks": self.chunks, "accumulate": "communicate",
@@ -70,6 +72,8 @@ CELLS = [
     Cell("layers", 0, 2, "full"),
     Cell("ops", 2, 2, "lora"),
 ]
+#: The cell of which a plan is made.
+PLANNED = CELLS[1]
 
 
 class Outcome(NamedTuple):
@@ -88,10 +92,15 @@ class Step(NamedTuple):
 
 def outcomes(kind: str, folder: Path, cells: list[Cell]) -> Iterator[tuple[Cell, Outcome]]:
     """Run cells of an architecture. What is refused for all chunks and checkpoints is tried once."""
-    path = folder / kind
+    path, failure = folder / kind, ""
     if dist.get_rank() == 0:
-        save_small(kind, path)
-    dist.barrier()
+        try:
+            save_small(kind, path)
+        except Exception as error:  # of code that is not ours
+            failure = _described(error)
+    if failure := RankGroup().all_gather(failure, "models that were saved")[0]:
+        yield cells[0], Outcome(PLAIN, failure)
+        return
     try:
         Cell("none", 0, 1, "full").config(path)
     except ValidationError as error:
@@ -112,6 +121,19 @@ def outcomes(kind: str, folder: Path, cells: list[Cell]) -> Iterator[tuple[Cell,
                 if name in outcome.reason.partition(":")[0]:
                     refused[key] = outcome
         yield cell, outcome
+
+
+def planned(kind: str, folder: Path) -> Outcome:
+    """Plan the steps of an architecture on two GPUs, in one process and without weights."""
+    with unnoticed():
+        save_config(small_config(kind), folder / kind)
+    try:
+        peak = program_of(PLANNED.config(folder / kind, weights="random"), 2).peak()
+    except (UserError, ValidationError) as error:
+        return Outcome(REFUSED, _described(error))
+    except Exception as error:
+        return Outcome(CRASH, _described(error))
+    return Outcome(WORKS) if peak.nbytes > 0 else Outcome(WRONG, "a plan without memory")
 
 
 def _outcome(cell: Cell, path: Path, expected: dict[str, Step]) -> Outcome:
@@ -158,6 +180,10 @@ def _step(config: Config) -> Step:
 def _plain(path: Path) -> Step:
     """The step of transformers' own model, on the whole batch."""
     model = reloaded(path).train()
+    with torch.device("meta"):
+        made = dict(model_of_config(model.config).named_parameters())
+    for name, parameter in model.named_parameters():  # from_pretrained forgets what the class freezes
+        parameter.requires_grad_(made[name].requires_grad)
     inputs, targets = batch(random_text(), 0, 0, BATCH, LENGTH)
     loss = F.cross_entropy(
         model(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1), targets.flatten()

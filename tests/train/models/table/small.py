@@ -35,7 +35,7 @@ MOST: dict[str, int] = {
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "index_n_heads"), 4),
     **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size", "index_topk", "chunk_size"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 256),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), 256),
 }  # fmt: skip
 #: Keys of a type beside those of `MOST`.
 OWN: dict[str, dict[str, Any]] = {
@@ -59,12 +59,28 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "ministral": {"head_dim": 8},
-    "nemotron": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "codegen": {"rotary_dim": 4, "n_embd": 64},
     "gptj": {"rotary_dim": 4, "n_embd": 64},
-    "dots1": {"n_shared_experts": 1},
-    "cohere_compass_text": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "longcat_flash": {"ffn_hidden_size": 32, "expert_ffn_hidden_size": 32, "num_layers": 2, "qk_head_dim": 8},
+    "axk1": {"head_dim": 4},
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1},
+    "cohere_compass_text": {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "dbrx": {
+        "d_model": 32, "n_heads": 4, "n_layers": 2, "ffn_config": {
+            "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2,
+        }, "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+    },
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dots3_note_text": {"per_layer_config": {}, "shared_experts_intermediate_size": 32},
+    "longcat_flash": {
+        "ffn_hidden_size": 32, "expert_ffn_hidden_size": 32, "num_layers": 2, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4, "head_dim": 4,
+    },
     "reformer": {"is_decoder": True},
     "zamba2": {"layer_types": ["mamba", "mamba", "hybrid", "mamba"]},
 }  # fmt: skip
@@ -150,16 +166,17 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 def _check(config: Any) -> None:
     """Raise an error unless there is such a model, it is small, and its forward runs."""
     with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in _model(config).parameters())
+        count = sum(parameter.numel() for parameter in model_of_config(config).parameters())
     if count > 15_000_000:
         raise ValueError(f"it would have {count:,} parameters")
     with torch.no_grad():
-        logits = _model(config)(input_ids=torch.arange(3, 19)[None], use_cache=False).logits
+        logits = model_of_config(config)(input_ids=torch.arange(3, 19)[None], use_cache=False).logits
     if not logits.isfinite().all():
         raise ValueError("its logits are not finite")
 
 
-def _model(config: Any) -> Any:
+def model_of_config(config: Any) -> Any:
+    """Make the model of a configuration."""
     import transformers
 
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -183,7 +200,7 @@ def save_small(kind: str, folder: Path) -> None:
     with unnoticed():
         config = small_config(kind)
         torch.manual_seed(0)
-        model = _model(config)
+        model = model_of_config(config)
         for parameter in model.parameters():  # norms and biases are not constant, and layers matter
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.05)

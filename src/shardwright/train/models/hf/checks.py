@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from shardwright.train.config import Config
 from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.errors import UserError
 from shardwright.train.models.hf.context import check_divides
 from shardwright.train.models.hf.documents import separation_of
-from shardwright.train.models.hf.transformers_model import config_of, opened_files
+from shardwright.train.models.hf.transformers_model import HuggingFaceModel, config_of, places_of_weights
 
 
 def check(shape: HuggingFaceShape, config: Config) -> None:
@@ -26,8 +29,11 @@ def check(shape: HuggingFaceShape, config: Config) -> None:
         )
     if config.parallel.context > 1:
         check_divides(settings, config.parallel.context, config.data.separates)
+    # What its constructor and its files say is known before ranks start.
+    with torch.device("meta"):
+        model = HuggingFaceModel(replace(shape, weights="pretrained"))  # which draws no values
     if shape.weights == "pretrained":
-        opened_files(shape)
+        places_of_weights(model)
 
 
 def try_ahead(shape: HuggingFaceShape, config: Config) -> None:

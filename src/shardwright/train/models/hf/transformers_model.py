@@ -148,25 +148,12 @@ class HuggingFaceModel(ForeignModel):
         """
         if self.config.weights != "pretrained":
             return
-        ignored = [re.compile(text) for text in self.model._keys_to_ignore_on_load_unexpected or ()]
         computed = [f"{PREFIX}{name}" for name in self.model._keys_to_ignore_on_save or ()]
-
-        def places() -> tuple[Path, dict[str, TensorSource], list[str]]:
-            """The files, where each tensor is in them, and the keys that the model does not need."""
-            stored = opened_files(self.config)
-            sources = transformers_key_map(self.model, _names(self), stored) or {}
-            unneeded = [key for key in stored if any(text.search(key) for text in ignored)]
-            return (
-                weights_path(self.config),
-                {f"{PREFIX}{name}": each for name, each in sources.items()},
-                unneeded,
-            )
-
-        try:
-            # Files may be damaged on one host alone. Then no other rank may wait in the collectives of load_pretrained.
-            path, sources, unneeded = RankGroup.of_mesh(mesh_of(units_of(self))).run_own(
-                places, others_raise=OtherRankFailed
-            )
+        # Files may be damaged on one host alone. Then no other rank may wait in the collectives of load_pretrained.
+        path, sources, unneeded = RankGroup.of_mesh(mesh_of(units_of(self))).run_own(
+            lambda: places_of_weights(self), others_raise=UserError
+        )
+        with _as_files_of_path():
             load_pretrained(
                 self,
                 path,
@@ -174,13 +161,6 @@ class HuggingFaceModel(ForeignModel):
                 allow_missing=[*computed, *(f"*.{name}" for name in ADAPTER_PARAMETERS)],
                 allow_unexpected=unneeded,
             )
-        except (ValueError, OSError, OtherRankFailed) as error:
-            reason = " ".join(str(error).split())
-            # The rest is for callers in Python.
-            reason = reason.partition(" If names differ, ")[0].rstrip(".")
-            raise UserError(
-                f"model.path: {reason}; take {CONFIG} and the weights from the same model"
-            ) from error
 
     counts_frozen = True
 
@@ -442,6 +422,34 @@ def weights_path(shape: HuggingFaceShape) -> Path:
         f"model.path: expected weights ({' or '.join(_WEIGHTS)}) in {shape.path}, found {found or 'none'}; set a model "
         'that has them, or model.weights = "random" to train from scratch'
     )
+
+
+def places_of_weights(model: HuggingFaceModel) -> tuple[Path, dict[str, TensorSource], list[str]]:
+    """Return the files of a model's weights, where each of its tensors is in them, and keys that it does not need.
+
+    Raises:
+        UserError: a file is missing or damaged, or transformers computes weights that no rank can read in parts.
+    """
+    stored = opened_files(model.config)
+    ignored = [re.compile(text) for text in model.model._keys_to_ignore_on_load_unexpected or ()]
+    with _as_files_of_path():
+        sources = transformers_key_map(model.model, _names(model), stored) or {}
+    unneeded = [key for key in stored if any(text.search(key) for text in ignored)]
+    return weights_path(model.config), {f"{PREFIX}{name}": each for name, each in sources.items()}, unneeded
+
+
+@contextlib.contextmanager
+def _as_files_of_path() -> Iterator[None]:
+    """Errors about files that do not fit the model are UserErrors that name model.path."""
+    try:
+        yield
+    except (ValueError, OSError, OtherRankFailed) as error:
+        reason = " ".join(str(error).split())
+        # The rest is for callers in Python.
+        reason, converts, _ = reason.partition(" Load the model with transformers' ")
+        reason = reason.partition(" If names differ, ")[0].rstrip(".")
+        advice = "set another model" if converts else f"take {CONFIG} and the weights from the same model"
+        raise UserError(f"model.path: {reason}; {advice}") from error
 
 
 def _files_of(index: Path) -> list[str]:
