@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +44,8 @@ def check_fits(config: Config) -> None:
     Raises:
         UserError: as `layers_to_adapt`, `parameters_to_train` and `parameters_to_freeze`.
     """
-    settings, shape = config.finetune, config.model.shape()
+    settings = config.finetune
+    shape: Any = config.model.shape()
     if offers_of(shape).layers is None or not (
         settings.has_adapters or settings.freeze or settings.train_only
     ):
