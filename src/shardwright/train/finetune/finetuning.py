@@ -14,7 +14,6 @@ from shardwright.checkpoint.pretrained.key_maps import KeyMap
 from shardwright.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
-from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import reset_magnitudes, uncalled_layers
 from shardwright.train.finetune.base import base_of, check_same_base, write_base
@@ -51,9 +50,7 @@ def check_fits(config: Config) -> None:
     ):
         return
     with torch.device("meta"):
-        model = model_of(
-            replace(shape, weights="pretrained") if isinstance(shape, HuggingFaceShape) else shape
-        )
+        model = model_of(replace(shape, weights="pretrained") if hasattr(shape, "weights") else shape)
     if settings.has_adapters:
         layers_to_adapt(model, settings)
         parameters_to_train(model, settings)
