@@ -90,8 +90,11 @@ clusters: $(STAMP)
 	SHARDWRIGHT_TEST_CLUSTERS=1 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest tests/train/rank/test_hosts.py \
 		tests/train/launch/test_relay.py tests/train/launch/test_slurm.py tests/integrations/test_ray.py $(ARGS)
 
-# With any Python that has torch: a machine with a GPU may have no network to make .venv from.
-ANY_PYTHON = $$([ -x $(PY) ] && echo $(PY) || echo "$${PYTHON:-python3}")
+# With any Python that has torch: a machine with a GPU may have no network to make .venv from. The first one whose torch
+# serves GPUs, or else .venv, if there is one.
+ANY_PYTHON = $$(for each in $(PY) "$${PYTHON:-python3}"; do "$$each" -c "import sys, torch; \
+	sys.exit(not (torch.version.cuda or torch.version.hip))" 2>/dev/null && echo "$$each" && exit; done; \
+	[ -x $(PY) ] && echo $(PY) || echo "$${PYTHON:-python3}")
 
 gpu:
 	@"$(ANY_PYTHON)" tools/gpu.py $(ARGS)

@@ -178,7 +178,7 @@ FAMILIES = {
 
 
 class Cost(NamedTuple):
-    """What a plan took. `text` is its output, or the error in its last line."""
+    """The cost of a plan. `text` is its output, or the error in its last line."""
 
     status: int
     seconds: float

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwright as sw
 from benchmarks.gpu_rows.failures import described, is_own, memory_of
 from benchmarks.gpu_rows.faults import FAULTS
-from shardwright import _swap, _torch
+from shardwright import _torch
 from shardwright.engine.tensors import ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -245,18 +245,16 @@ def versions(place: Place) -> Found:
 
 
 def exchange(place: Place) -> Found:
-    """The function that planned memory needs on torch 2.11 compiles and works on the device."""
+    """Planned memory exchanges two storages on the device, by torch's own method or else by a compiled function."""
     begun = time.monotonic()
-    function = _swap.load()
+    _torch.prepare_to_swap_memory()
     seconds = time.monotonic() - begun
     one = torch.arange(64, dtype=torch.uint8, device=place.device)
     memory = _torch.block_of(torch.full_like(one, 7), 64)
-    if function(one.untyped_storage()._cdata, memory._cdata) or one.tolist() != [7] * 64:
+    _torch.swap_memory(one.untyped_storage(), memory)
+    if one.tolist() != [7] * 64:
         raise AssertionError("two storages did not exchange their memory")
-    with_torch_s = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-    return {
-        "found": f"compiled or loaded in {seconds:.1f} s; torch {'has' if with_torch_s else 'lacks'} its own"
-    }
+    return {"found": "torch has its own" if _torch.SWAPS_MEMORY else f"compiled or loaded in {seconds:.1f} s"}
 
 
 # -- the trainer

@@ -1,4 +1,4 @@
-"""Which dtypes reach which collective: one table, on gloo, on shared memory, and with the dtypes that NCCL has."""
+"""Every dtype of gradients passes every collective: on gloo, on shared memory, and with the dtypes that NCCL has."""
 
 from __future__ import annotations
 

@@ -151,6 +151,7 @@ def test_an_accelerator_compares_edits_at_the_end_of_backward(rank: int, world_s
             patch.setattr(agreement, "_differs", flag)
             edits = {comm: torch.zeros(1, dtype=torch.int64) for comm in agreement.model.every}
             patch.setattr(agreement, "_edits", edits)
+            patch.setattr(agreement, "_beside", {comm: comm for comm in edits})
             memory = list(edits.values())
             for comm in agreement.model.every:
                 patch.setattr(comm, "exchanges", False)

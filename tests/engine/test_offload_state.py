@@ -348,7 +348,7 @@ class Fails(torch.optim.SGD):
 
 
 @multirank(1)
-def test_a_failed_step_keeps_what_was_stepped(rank: int, world_size: int) -> None:
+def test_a_failed_step_keeps_what_was_stepped_until_weights_are_loaded(rank: int, world_size: int) -> None:
     with stand_in_device():
         model = shard(build(), offload_policy=STATE)
         optimizer = sw.fully_shard_optimizer(Fails(model.parameters(), lr=0.1, momentum=0.9), needs=1)
@@ -359,6 +359,9 @@ def test_a_failed_step_keeps_what_was_stepped(rank: int, world_size: int) -> Non
         after = [local_of(v["momentum_buffer"]) for v in optimizer.state.values()]
         moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
         assert any(moved) and not all(moved)
+        with pytest.raises(RuntimeError, match=r"was interrupted by an exception.*Load a checkpoint"):
+            train(model, optimizer, rank, 1, first=2)
+        model.load_state_dict(model.state_dict())
         train(model, optimizer, rank, 1, first=2)
 
 

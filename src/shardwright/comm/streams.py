@@ -140,11 +140,15 @@ class _SideStreams(dict[str, Any]):
     """Side streams by name. One without a name in ``names`` is made at its first use."""
 
     def __init__(self, make: Callable[[], Any], names: Iterable[str]) -> None:
-        super().__init__((name, make()) for name in names)
+        super().__init__()
         self._make = make
+        self.numbers: set[int] = set()  #: of all side streams
+        for name in names:
+            self[name]
 
     def __missing__(self, name: str) -> Any:
         stream = self[name] = self._make()
+        self.numbers.add(stream.stream_id)
         return stream
 
 
@@ -168,14 +172,18 @@ class DeviceStreams:
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
         side, current = self._side[name], self._api.current_stream(self._device)
-        self._computations[current.stream_id] = current
+        self._note(current)
         side.wait_stream(current)
         with self._api.stream(side):
             yield
 
     def note_current(self) -> None:
-        current = self._api.current_stream(self._device)
-        self._computations[current.stream_id] = current
+        self._note(self._api.current_stream(self._device))
+
+    def _note(self, stream: Any) -> None:
+        """Note a stream of the computation. A side stream is none, though hooks may fork from it."""
+        if stream.stream_id not in self._side.numbers:
+            self._computations[stream.stream_id] = stream
 
     def rejoin(self) -> None:
         current = self._api.current_stream(self._device)
@@ -239,13 +247,18 @@ class DeviceStreams:
         override_stale_capture_streams()
         graph = self._api.CUDAGraph()
         self._computations = {}  # the capture begins when their work is over, and must not wait for them
-        # NCCL's watchdog queries its events from another thread, which the mode "global" forbids.
-        with self._api.graph(graph, stream=self._capture_stream, capture_error_mode="thread_local"):
-            for side in self._side.values():
-                side.wait_stream(self._capture_stream)
-            result = function()
-            for side in self._side.values():
-                self._capture_stream.wait_stream(side)
+        current = torch.accelerator.current_stream(self._device)
+        try:
+            # NCCL's watchdog queries its events from another thread, which the mode "global" forbids.
+            with self._api.graph(graph, stream=self._capture_stream, capture_error_mode="thread_local"):
+                for side in self._side.values():
+                    side.wait_stream(self._capture_stream)
+                result = function()
+                for side in self._side.values():
+                    self._capture_stream.wait_stream(side)
+        finally:
+            # torch ends the capture before it restores the stream, and does not restore it if the end raises.
+            torch.accelerator.set_stream(current)
         self._computations = {}
 
         def replay() -> None:

@@ -63,6 +63,7 @@ class ShardedCompanion(Companion):
         hidden_state: the optimizer's ``state`` after a step that used ``host_state``, until somebody reads it. Else
             None.
         stand_ins: each sharded parameter's local stand-in.
+        unfinished: what the running step will put back at its end. It stays after a step that could not.
         backward: how the optimizer steps in backward, once ``in_backward`` was called.
     """
 
@@ -80,6 +81,7 @@ class ShardedCompanion(Companion):
         self.host_state: HostState | None = None
         self.hidden_state: Any = None
         self.stand_ins: dict[torch.Tensor, LocalStandIn] = {}
+        self.unfinished: Any = None
         self.backward: BackwardSteps | None = None
 
     @property

@@ -387,6 +387,13 @@ class _ShardedStep:
             del self.__dict__["state"]
             companion.hidden_state = outer
 
+    def _finish_leaving(self) -> None:
+        """Put the parameters back if an exception, as of a signal's handler, came while a step put them back."""
+        companion = sharded_companion(self)
+        if companion.unfinished is not None:
+            self._leave(*companion.unfinished)
+            companion.unfinished = None
+
     def __getattr__(self, name: str) -> Any:
         """Return ``state`` after waiting for its copies to the host, if any still run."""
         companion = self.__dict__.get(COMPANION)
@@ -441,11 +448,13 @@ class _ShardedStep:
             with torch.enable_grad():
                 loss = closure()
         companion = sharded_companion(self)
+        self._finish_leaving()
         if companion.objects != count_of_objects():  # parameters may have been sharded since
             fully_shard_optimizer(self)  # type: ignore[type-var]
         roots = before_optimizer_step(self)  # type: ignore[arg-type]
         outside, inside = self._enter()
         groups, outer, _ = outside
+        companion.unfinished = outside
         try:  # from here on an exception, as of a signal's handler, puts the parameters back
             self._put_in(*inside)
             if companion.whole or companion.host_state is not None:
@@ -457,6 +466,7 @@ class _ShardedStep:
                 super().step()  # type: ignore[misc]
         finally:
             self._leave(*outside)
+            companion.unfinished = None
         count_step(roots)
         return loss
 
@@ -478,6 +488,7 @@ class _ShardedStep:
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._finish_leaving()
         if sharded_companion(self).host_state is None or _loads_itself(_kind_of(self)):
             super().load_state_dict(state_dict)  # type: ignore[misc]
         else:
@@ -498,6 +509,7 @@ class _ShardedStep:
                         state[key] = state[key].to(dtype)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._finish_leaving()
         super().zero_grad(set_to_none)  # type: ignore[misc]
         parameters = [p for group in self.param_groups for p in group["params"]]
         among = {id(p) for p in parameters}

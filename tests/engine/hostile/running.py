@@ -325,7 +325,7 @@ class Run:
 
     @property
     def tolerance(self) -> float:
-        """Of sums in float32, which have other orders here and there, over a few steps."""
+        """Return a tolerance for sums in float32, which have other orders here and there, over a few steps."""
         return 2e-4
 
     # -- ranks tell each other how it ended ------------------------------------------------------------------------

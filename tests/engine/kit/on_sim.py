@@ -249,8 +249,10 @@ def refused_capture(case: Case, seed: int) -> None:
                 model = training.model
                 step = sw.GraphedStep(model, functools.partial(_sum_on_host, model))
                 step._left = 0
+                current = torch.accelerator.current_stream(sim.device)
                 with pytest.raises(RuntimeError, match=r"cannot be captured .*: item"):
                     step(batch)
+                assert torch.accelerator.current_stream(sim.device) == current
             training.run(3)
             outcomes.append(outcome_of(training))
     assert not differences(*outcomes)

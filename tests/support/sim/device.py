@@ -173,12 +173,16 @@ def _module(device: torch.device, extension: Any) -> types.ModuleType:
     @contextmanager
     def graph(target: Graph, stream: Any, capture_error_mode: str = "global") -> Iterator[None]:
         extension.synchronize()
-        with module.stream(stream):
-            target.captured = extension.begin_capture()
-            try:
-                yield
-            finally:
-                extension.end_capture(target.captured)
+        before = torch.accelerator.current_stream(device)
+        torch.accelerator.set_stream(stream)
+        target.captured = extension.begin_capture()
+        try:
+            yield
+        finally:
+            extension.end_capture(
+                target.captured
+            )  # if it raises, the stream stays, as in torch.cuda.graph.__exit__
+            torch.accelerator.set_stream(before)
 
     def seed(value: int) -> None:
         extension.generator().manual_seed(value)

@@ -127,9 +127,12 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
     counted = list(
         {id(r): r for u in stepped if (r := root_of(u)) is not None and u.stepping is None}.values()
     )
-    for root in counted:
-        root.agreement.refuse_if_interrupted()
-        root.begun_step = BegunStep(optimizer)
+    if counted:
+        written = [p for p in parameters if p.grad is not None]
+        begun = BegunStep(optimizer, written) if written else None
+        for root in counted:
+            root.agreement.refuse_if_interrupted()
+            root.begun_step = begun
     return counted
 
 

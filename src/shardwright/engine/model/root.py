@@ -297,8 +297,7 @@ class Root:
         step = self.begun_step
         if step is None or step.is_running(beginning):
             return
-        changed = [unit for unit in self.units() if unit.weights.notice_edits()]
-        if changed or step.may_have_changed_state():
+        if step.has_changed_something():
             self.agreement.steps.interrupt()
         self.begun_step = None
 

@@ -7,20 +7,31 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from shardwright._torch import local_of
+
 
 class BegunStep:
-    """A step of an optimizer that has begun. Before it, it notes what it needs to see whether the optimizer's state has
-    changed."""
+    """A step of an optimizer that has begun, with what is needed to see later whether it has changed anything.
 
-    __slots__ = ("_before", "_optimizer")
+    Optimizers change all parameters by one operation after another, or one parameter after another. So the first and
+    the last parameter, and the state of the first one, show whether a step has changed something. Kernels that write
+    without version counters are not seen.
+    """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    __slots__ = ("_before", "_has_state", "_optimizer")
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        """``parameters``: those that the step changes, at least one."""
         self._optimizer = weakref.ref(optimizer)
-        self._before = _version_of_state(optimizer)
+        state = _first_state(optimizer)
+        self._has_state = bool(state)
+        tensors = [*(local_of(p) for p in (parameters[0], parameters[-1])), *state]
+        self._before = [(t, t._version) for t in tensors]
 
     def is_running(self, beginning: torch.optim.Optimizer | None) -> bool:
         """Return whether the step still runs, because its closure has called the model, or its code has begun another
@@ -33,20 +44,21 @@ class BegunStep:
             frame = frame.f_back  # type: ignore[assignment]
         return count > (optimizer is beginning)
 
-    def may_have_changed_state(self) -> bool:
-        """Return whether the optimizer's state differs from that before the step.
-
-        Optimizers change the state of all parameters by one operation after another, so the first parameter's state
-        shows it. Kernels that write without version counters are not seen.
-        """
+    def has_changed_something(self) -> bool:
+        """Return whether parameters or state were written since the step began. State that is new counts only if it was
+        written after it was made: a step may fail for lack of memory for it."""
+        if any(t._version != version for t, version in self._before):
+            return True
         optimizer = self._optimizer()
-        return optimizer is None or _version_of_state(optimizer) != self._before
+        if self._has_state or optimizer is None:
+            return False
+        return any(t._version for t in _first_state(optimizer))
 
 
-def _version_of_state(optimizer: torch.optim.Optimizer) -> int:
-    """Return a number that changes with the state of the optimizer's first parameter; -1: it has none."""
-    first: Any = next(iter(optimizer.state.values()), None)
-    if first is None:
-        return -1
-    tensors = [value for value in first.values() if isinstance(value, torch.Tensor)]
-    return sum(getattr(value, "_local_tensor", value)._version for value in tensors)
+def _first_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tensors in the state of the optimizer's first parameter, as far as it is on the device now."""
+    state: Any = vars(optimizer).get("state")  # an attribute that is not there waits for copies from the host
+    first: Any = next(iter(state.values()), None) if state else None
+    if not isinstance(first, dict):
+        return []
+    return [getattr(each, "_local_tensor", each) for each in first.values() if isinstance(each, torch.Tensor)]

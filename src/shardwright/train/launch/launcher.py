@@ -41,7 +41,6 @@ from shardwright.train.launch.judgement import (
 )
 from shardwright.train.launch.restarts import Attempt, Restarts, place_in_words
 from shardwright.train.launch.signals import StopRequest, noted_signals
-from shardwright.train.parallel.rank_facts import choose_device
 from shardwright.train.report.progress import START
 from shardwright.train.run.deadlines import GRACE_SECONDS
 from shardwright.train.run.exits import DONE, STOPPED
@@ -125,10 +124,7 @@ def _launch(
             name="shardwright",
             entrypoint=sys.executable,
             args=dict.fromkeys(range(ranks), command),
-            envs={
-                rank: environment(rank, attempt, store.port, folder, choose_device(config))
-                for rank in range(ranks)
-            },
+            envs={rank: environment(rank, attempt, store.port, folder) for rank in range(ranks)},
             logs_specs=RankLogs(logs),
         )
     assert isinstance(processes, SubprocessContext)
@@ -159,7 +155,7 @@ def _eyes(config: Config, processes: SubprocessContext, folder: RunFolder) -> It
             eyes.close()
 
 
-def environment(rank: int, attempt: Attempt, port: int, folder: RunFolder, device: str) -> dict[str, str]:
+def environment(rank: int, attempt: Attempt, port: int, folder: RunFolder) -> dict[str, str]:
     """The environment that torchrun would set for this rank, and the folder of the run."""
     ranks = attempt.ranks
     variables = {
@@ -172,8 +168,8 @@ def environment(rank: int, attempt: Attempt, port: int, folder: RunFolder, devic
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.devices)
     variables |= START.variables
     variables |= path_to_ourselves()
-    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        # Each rank would claim all cores.
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Each rank would claim all cores, also for the work of the host beside a GPU.
         variables["OMP_NUM_THREADS"] = max(1, (os.cpu_count() or 1) // ranks)
     return {name: str(value) for name, value in variables.items()}
 

@@ -20,6 +20,7 @@ from shardwright.context import Split
 from shardwright.train.config import Config, ParallelConfig
 from shardwright.train.config.dims import CONTEXT, ParallelDims
 from shardwright.train.errors import UserError
+from shardwright.train.parallel.affinity import bind_to_node_of
 from shardwright.train.parallel.checks import check_device, check_ranks
 from shardwright.train.parallel.rank_facts import (
     choose_device,
@@ -96,6 +97,8 @@ def pick_device(config: Config) -> torch.device:
         local = torch.cuda.current_device() if dist.is_initialized() else _local_gpu()
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
+        if config.run.bind_cpus == "auto":
+            bind_to_node_of(device)
     return device
 
 

@@ -33,6 +33,13 @@ class RunConfig(Section):
         default="auto",
         description="Device of the computation. auto: GPUs if the machine has any, else the CPU.",
     )
+    bind_cpus: Literal["auto", "off"] = Field(
+        default="auto",
+        description=(
+            "auto: a rank with a GPU runs on the CPU cores of the GPU's NUMA node, among those that it may use, where "
+            "/sys tells them. off: on any cores."
+        ),
+    )
     plan: Literal["auto", "warn", "refuse", "off"] = Field(
         default="auto",
         description=(
