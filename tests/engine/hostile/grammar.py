@@ -195,12 +195,9 @@ def legal(program: Program) -> Program:
             change |= {"gradients": "no", "capture": "no"}
         if program.micros == "two":
             change["micros"] = "two, held"
-    if program.gradients == "hook after" and program.read in (
-        "later",
-        "before",
-        "twice",
-        "inside",
-        "after gradient",
+    backwards_inside = any(u.use == "twice" and u.checkpoint == "reentrant" for u in program.units)
+    if program.gradients == "hook after" and (
+        backwards_inside or program.read in ("later", "before", "twice", "inside", "after gradient")
     ):
         change["gradients"] = (
             "hook scales"  # the hook of a plain model runs once for each backward of each rank
