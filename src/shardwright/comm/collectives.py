@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -60,6 +60,11 @@ class Pending:
     def mark(self) -> Any:
         """The mark after which later work on the device may be ordered."""
         return self._mark
+
+    def collect(self) -> None:
+        """Wait for it if that takes no time on the host, so that its buffers are free early."""
+        if self._work is not None and self._work.is_completed():
+            self.wait()
 
     def drop(self) -> None:
         """Wait for its end without the work that would follow, because nobody uses its results."""
@@ -131,12 +136,13 @@ class Communicator:
         assert self.meeting is not None
         return self.meeting.show(record, limit)
 
-    def begin(self, announce: Callable[[], None] | None, collective: Callable[[], Any]) -> Any:
-        """Call ``announce``, if there is one, and begin a collective. Returns the work to wait for."""
+    def begin(self, announce: Callable[[], None] | None, *collectives: Callable[[], Any]) -> Any:
+        """Call ``announce``, if there is one, and begin collectives. Returns the work to wait for."""
         if announce is None or self.meeting is None:
-            work = collective()
+            works = [collective() for collective in collectives]
+            work = works[0] if len(works) == 1 else _Works(works)
         else:
-            work = self.meeting.begin(announce, lambda: (collective,))
+            work = self.meeting.begin(announce, lambda: collectives)
         if self._gloo and not self.streams.asynchronous and work is not None:
             work.wait()  # on an accelerator's memory gloo queues nothing on the stream; the host copies
         return work
@@ -178,22 +184,29 @@ class Communicator:
         )
 
     def _gather_on_gloo(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _OnGloo:
-        """One plain gather, then one copy into the outputs; gloo's coalesced gather makes the same copies inside.
+        """Gather large tensors straight into their outputs. The others share one gather, and are copied after it;
+        gloo's coalesced gather makes the same copies inside.
 
         After a collective each worker thread of a gloo group writes the operation's name into one string without a
         lock. ``ALLGATHER_COALESCED`` has more than 15 characters, so it is on the heap, which two such writes
         corrupt. ``_ALLGATHER_BASE`` fits into the string itself. The engine issues short names only.
         """
-        flat = torch.cat(inputs)
-        gathered = torch.empty(self.world_size * flat.numel(), dtype=torch.uint8, device=self.device)
         assert self.group is not None
+        gather = all_gather_of(self.group)
+        large, small = _by_size(inputs)
+        collectives = [functools.partial(gather, outputs[i], inputs[i], self._gather_options) for i in large]
+        if not small:
+            return _OnGloo(collectives, _nothing, (inputs, outputs))
+        targets, sources = [outputs[i] for i in small], [inputs[i] for i in small]
+        flat = torch.cat(sources)
+        gathered = torch.empty(self.world_size * flat.numel(), dtype=torch.uint8, device=self.device)
+        collectives.append(functools.partial(gather, gathered, flat, self._gather_options))
 
         def unpack() -> None:
-            rows = gathered.view(self.world_size, -1).split([t.numel() for t in inputs], dim=1)
-            foreach_copy_([t.view(self.world_size, -1) for t in outputs], rows)
+            rows = gathered.view(self.world_size, -1).split([t.numel() for t in sources], dim=1)
+            foreach_copy_([t.view(self.world_size, -1) for t in targets], rows)
 
-        gather = functools.partial(all_gather_of(self.group), gathered, flat, self._gather_options)
-        return _OnGloo(gather, unpack, (flat, gathered, outputs))
+        return _OnGloo(collectives, unpack, (flat, gathered, inputs, outputs))
 
     def reduce_scatter(
         self,
@@ -267,27 +280,46 @@ class Communicator:
     def _scatter_on_gloo(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], division: Division
     ) -> _OnGloo:
-        n = self.world_size
-        packed = inputs[0].view(n, -1) if len(inputs) == 1 else torch.cat([t.view(n, -1) for t in inputs], 1)
-        received = torch.empty_like(packed)
+        """Exchange rows and sum what arrives. Large tensors are sent from where they are, the others from one copy.
+
+        Of two ranks each sends one row and receives one, so that its own row takes no second memory.
+        """
         assert self.group is not None
+        n, pair, other = self.world_size, self.world_size == 2, 1 - self.rank
         options = AllToAllOptions()
         options.asyncOp = True
-        arriving, sent = real_parts([received, packed])
+        collectives: list[Callable[[], Any]] = []
+        sums: list[Callable[[], None]] = []
+        large, small = _by_size(inputs)
+        for several in [[i] for i in large] + ([small] if small else []):
+            rows = [inputs[i].view(n, -1) for i in several]
+            packed = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+            sent = packed[other] if pair else packed
+            received = torch.empty_like(sent)
+            both = real_parts([received, sent])
+            splits = [both[0].numel() if rank == other else 0 for rank in range(n)] if pair else []
+            collectives.append(functools.partial(self.group.alltoall_base, *both, splits, splits, options))
+            column = 0
+            for output in (outputs[i] for i in several):
+                place = (-1, column, output.numel())
+                column += output.numel()
+                if pair:
+                    parts = packed[self.rank].narrow(*place), received.narrow(*place)
+                    sums.append(functools.partial(division.sum_parts, parts, output))
+                else:
+                    sums.append(functools.partial(division.sum_rows, received.narrow(*place), output))
 
         def sum_up() -> None:
-            parts = received.split([t.numel() for t in outputs], dim=1) if len(outputs) > 1 else (received,)
-            for output, part in zip(outputs, parts, strict=True):
-                division.sum_rows(part, output)
+            for each in sums:
+                each()
 
-        scatter = functools.partial(self.group.alltoall_base, arriving, sent, [], [], options)
-        return _OnGloo(scatter, sum_up, (packed, received, outputs))
+        return _OnGloo(collectives, sum_up, sums)
 
     def _sum_on_gloo(self, tensor: torch.Tensor, division: Division) -> _OnGloo:
         assert self.group is not None
         options = self._options_of_sums(division)
         collective = functools.partial(self.group.allreduce, real_parts([tensor]), options)
-        return _OnGloo(collective, functools.partial(division.finish, [tensor]), tensor)
+        return _OnGloo([collective], functools.partial(division.finish, [tensor]), tensor)
 
     def _begin_on_host(
         self,
@@ -311,7 +343,7 @@ class Communicator:
                     stream, announce, functools.partial(on_gloo, *given), prepare, on_done
                 )
         way = on_gloo(*given)
-        work = self.begin(announce, way.collective)
+        work = self.begin(announce, *way.collectives)
         if self.streams.asynchronous:
             mark = self.streams.mark(stream)
             return Pending(
@@ -338,7 +370,7 @@ class Communicator:
             if not is_watched:
                 return exchange.steps(number)
             watched[:] = [on_gloo()]
-            return (watched[0].collective,)
+            return watched[0].collectives
 
         work = meeting.begin(_nothing if announce is None else announce, steps)
         mark = self.streams.mark(stream)
@@ -349,11 +381,37 @@ class Communicator:
 
 
 class _OnGloo(NamedTuple):
-    """A collective of gloo."""
+    """Collectives of gloo that make one of the engine's."""
 
-    collective: Callable[[], Any]
-    finish: Callable[[], None]  #: what makes its results, after it
-    keep: Any  #: its memory
+    collectives: Sequence[Callable[[], Any]]
+    finish: Callable[[], None]  #: what makes the results, after them
+    keep: Any  #: their memory
+
+
+class _Works:
+    """Several works of torch, to wait for together."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work is None or work.is_completed() for work in self._works)
+
+
+#: Bytes of a rank from which a tensor has a gloo collective of its own. That needs no buffer beside the tensor, and
+#: from about this size on the copies into and out of a buffer take longer than the start of a collective.
+_LARGE = 1 << 17
+
+
+def _by_size(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """The indices of the tensors that have a gloo collective of their own, and of the others."""
+    large = [i for i, tensor in enumerate(tensors) if tensor.nbytes >= _LARGE]
+    return large, [i for i in range(len(tensors)) if i not in large]
 
 
 def in_turn(first: Callable[[], None], second: Callable[[], None] | None) -> None:

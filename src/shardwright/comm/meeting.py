@@ -76,7 +76,7 @@ class Begun:
             if getattr(work, "in_background", True):
                 self._meeting.wait_for(work)
 
-    def is_over(self) -> bool:
+    def is_completed(self) -> bool:
         return all(getattr(work, "is_completed", bool)() for work in self._waits())
 
 
@@ -239,7 +239,7 @@ class Meeting:
         The last one returns a work or None. ``steps`` may be called more than once. After the ranks have agreed, all
         begin the collective. If a signal's handler raises on this rank, it does so later.
         """
-        self.begun -= {each for each in self.begun if each.is_over()}
+        self.begun -= {each for each in self.begun if each.is_completed()}
         promise = self._promise = _Promise(Begun(self), steps)
         try:
             announce()

@@ -50,6 +50,8 @@ class Reducing(Protocol):
 
     def add(self, number: int) -> None: ...
 
+    def collect(self) -> None: ...
+
 
 class Home(Protocol):
     """A unit's model.

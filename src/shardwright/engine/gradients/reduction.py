@@ -361,6 +361,12 @@ class Reduction:
                 after = None  # the next collective comes after the addition
             self._next(flight, after)
 
+    def collect(self) -> None:
+        """Sum what has arrived, if the collective has ended, so that its buffers are free before :meth:`finish`."""
+        flight = self._flight
+        if flight is not None and flight.pending is not None:
+            flight.pending.collect()
+
     def finish(self, hook: Callable[[torch.Tensor], None] | None = None) -> None:
         """Order the computation after the reduction, and deliver the result to ``.grad`` or to the held sums."""
         flight = self._flight

@@ -54,6 +54,13 @@ class Reductions:
         """Add a unit whose reduce-scatter runs."""
         self._scattering.append(number)
 
+    def collect(self) -> None:
+        """Free the buffers of collectives that have ended. Gradients are delivered later, at the same place on all
+        ranks."""
+        for number in self._scattering:
+            if (unit := self._units[number]()) is not None:
+                unit.gradients.collect()
+
     def _finish_sums(self) -> None:
         while self._summing:
             if (unit := self._units[self._summing.pop(0)]()) is not None:

@@ -171,6 +171,11 @@ class Gradients:
                 reduction.go_on()
         return True
 
+    def collect(self) -> None:
+        """Free the buffers of the running reduction if its collective has ended; the result is not delivered yet."""
+        for reduction in self.reductions:
+            reduction.collect()
+
     def finish(self, settings: Settings) -> None:
         """Wait for the running reduction, and deliver it."""
         for reduction in self.reductions:

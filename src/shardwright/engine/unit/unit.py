@@ -87,7 +87,7 @@ class Unit:
             Owner(type(modules[0]).__name__),
             HostReads(host) if host is not None and offload.parameters else None,
             neighbours(ranks.comm, to) if type(to) is int else None,
-            _gradient_listener(self),
+            _gradient_listener(self, ranks.device),
             _data_listener(self),
         )
         self.watch = ModuleWatch(modules, ignored, ignored_modules)
@@ -262,7 +262,7 @@ class Unit:
 # Parameters hold these listeners, and the unit holds the parameters: they refer to it weakly.
 
 
-def _gradient_listener(unit: Unit) -> Callable[[torch.Tensor], None]:
+def _gradient_listener(unit: Unit, device: torch.device) -> Callable[[torch.Tensor], None]:
     """Called with each parameter whose full gradient is complete for this backward."""
     ref = weakref.ref(unit)
 
@@ -273,7 +273,14 @@ def _gradient_listener(unit: Unit) -> Callable[[torch.Tensor], None]:
         ):
             unit.on_gradient(full)
 
-    return on_gradient
+    def on_gradient_on_host(full: torch.Tensor) -> None:
+        on_gradient(full)
+        unit = ref()
+        if unit is not None and unit.root is not None:
+            unit.root.reductions.collect()
+
+    # Reductions of the CPU's memory end on the host. So their buffers need not wait for the end of the unit's backward.
+    return on_gradient_on_host if device.type == "cpu" else on_gradient
 
 
 def _data_listener(unit: Unit) -> Callable[[torch.Tensor], None]:
