@@ -52,3 +52,38 @@ def test_two_calls_one_after_the_other_in_one_backward(rank: int, world_size: in
             weights.append([p.detach().full_tensor() for p in model.parameters()])
         for expected, actual in zip(*weights, strict=True):
             assert torch.equal(actual, expected), options
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.beside = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        y = self.used(x)
+        return self.beside(y) if both else y  # type: ignore[no-any-return]
+
+
+@multirank(2)
+def test_a_penalty_alone_steps_a_unit(rank: int, world_size: int) -> None:
+    """Every backward is a step, also of a unit that forward did not use but a penalty did."""
+    for options in SETTINGS:
+        torch.manual_seed(0)
+        plain = Pair()
+        model: Any = copy.deepcopy(plain)
+        for each in (model.used, model.beside):
+            sw.fully_shard(each, **options)
+        sw.fully_shard(model, **options)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        inside = sw.optim.in_backward(torch.optim.AdamW(model.parameters(), lr=0.01))
+        for step in range(4):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+            for net in (plain, model):
+                loss = net(x, step % 2 == 1).square().mean()
+                (loss + sum(p.square().sum() for p in net.beside.parameters())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            inside.zero_grad()
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                off = float((mine.detach().full_tensor() - theirs).abs().max())
+                assert off < 1e-5, (options, step, off)

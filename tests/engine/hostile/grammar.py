@@ -195,13 +195,13 @@ def legal(program: Program) -> Program:
             change |= {"gradients": "no", "capture": "no"}
         if program.micros == "two":
             change["micros"] = "two, held"
+    # Such hooks run once for each reduction; those of a plain model run once for each backward of each rank.
+    late = program.micros == "two, late" and program.strategy in ("ddp", "zero1", "hsdp", "hfsdp")
     backwards_inside = any(u.use == "twice" and u.checkpoint == "reentrant" for u in program.units)
     if program.gradients == "hook after" and (
-        backwards_inside or program.read in ("later", "before", "twice", "inside", "after gradient")
+        late or backwards_inside or program.read in ("later", "before", "twice", "inside", "after gradient")
     ):
-        change["gradients"] = (
-            "hook scales"  # the hook of a plain model runs once for each backward of each rank
-        )
+        change["gradients"] = "hook scales"
     if program.capture == "ids" and program.captured_use == "forward":
         change["capture"] = "parameters"  # modules show other objects then
     if program.capture in ("detached", "view"):

@@ -35,6 +35,7 @@ from shardwright.engine.model.visits import Visits
 from shardwright.engine.unit.owning import at_rest, settle_now
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import (
+    expect_penalties,
     fills,
     follow_requires_grad,
     issue,
@@ -330,6 +331,7 @@ def _end_steps(units: list[Unit]) -> bool:
     """Step the remaining units in backward. Returns whether any unit was stepped, now or before."""
     units = [unit for unit in reversed(units) if unit.stepping is not None]
     for unit in units:
+        expect_penalties(unit)
         step_if_due(unit)
     steppers = {id(s): s for unit in units if unit.stepping is not None for s in unit.stepping.steppers}
     return any([stepper.backward_ended() for stepper in steppers.values()])

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from shardwright._torch import quick_attributes
 from shardwright.comm import BlockCodec, Codec
 from shardwright.engine.base.settings import Transport
-from shardwright.engine.gradients.stepping import forget_stepped
+from shardwright.engine.gradients.stepping import SteppedGradient, forget_stepped
 from shardwright.engine.unit.accumulation import ranks_of_scatters
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.weights.coding import refuse_codec
@@ -141,6 +142,23 @@ def finish_reduction(unit: Unit) -> None:
     # While other calls wait for their backward, more gradients may come. Then the end of backward steps the unit.
     if not unit.activity.unfinished:
         step_if_due(unit)
+
+
+def expect_penalties(unit: Unit) -> None:
+    """At the end of backward, let a unit be stepped whose gradients came from penalties alone: nothing was reduced.
+
+    Raises:
+        RuntimeError: they came after the unit was stepped (by :meth:`Stepping.run`, which follows).
+    """
+    root, stepping, settings = unit.root, unit.stepping, unit.settings
+    if root is None or stepping is None or stepping.due or unit.gradients.held or unit.gradients.arriving:
+        return
+    if not (root.is_last_backward and settings.sync and settings.all_reduce) or root.selected is not None:
+        return
+    with quick_attributes():
+        gradients = [p.grad for p in unit.weights.forms.shardeds]
+    if any(g is not None and not isinstance(g, SteppedGradient) for g in gradients):
+        stepping.expect(unit, True, root.clock.begun)
 
 
 def step_if_due(unit: Unit) -> None:
