@@ -221,7 +221,8 @@ def test_each_gpu_test_is_in_a_group() -> None:
 def test_the_parts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [[each.name for each in parts] for parts in gpu.stages("cuda", False, [])]
     assert names[1] == ["plain"]  # first alone
-    assert set(names[2]) == {"bf16", "waits", "graph", "arena", "graph-arena", "nccl", "nccl-graph"}
+    with_nccl = {"nccl", "nccl-waits", "nccl-arena", "nccl-graph", "nccl-graph-arena"}
+    assert set(names[2]) == {"bf16", "waits", "graph", "arena", "graph-arena"} | with_nccl
     assert {f"tests: {name}" for name in GROUPS} <= set(names[3]) and "trainer" in names[3]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     without = {each.name: each.verdict for each in gpu.stages("cuda", False, [])[3]}

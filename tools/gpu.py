@@ -5,7 +5,7 @@
 
 1. Versions, the driver, and the function that planned memory needs on torch 2.11.
 2. One training beside plain torch in float32.
-3. At once: bfloat16, waits of the host, a CUDA graph, the arena, both, NCCL on one rank, NCCL in a graph.
+3. At once: bfloat16, waits of the host, a CUDA graph, the arena, both, and each of these with NCCL on one rank.
 4. At once: the tests marked ``gpu`` in groups, and the trainer where its packages are installed.
 
 Each part is a process of its own with a limit, and none ends the others. A table comes last. ``gpu.txt`` and
@@ -134,7 +134,8 @@ def stages(device: str, inject: bool, only: Sequence[str]) -> list[list[Part]]:
         first.append(Part("driver", [query], 20.0) if query else left_out("driver", "no nvidia-smi"))
     if inject:
         first = faults(device) + first
-    names = ("bf16", "waits", "graph", "arena", "graph-arena", "nccl", "nccl-graph")
+    names = ["bf16", "waits", "graph", "arena", "graph-arena"]
+    names += ["nccl", "nccl-waits", "nccl-arena", "nccl-graph", "nccl-graph-arena"]
     last = []
     if importlib.util.find_spec("pytest") is None:
         last.append(left_out("tests", "this Python has no pytest"))

@@ -172,8 +172,8 @@ def own_place() -> str:
     )
 
 
-def waits(place: Place) -> Found:
-    """A steady step on one rank does not make the host wait for the device."""
+def waits(place: Place, alone: bool = False) -> Found:
+    """A steady step on one rank does not make the host wait for the device. ``alone``: axes of one rank communicate."""
     from tests.engine.kit.models import loss_of
 
     found: list[str] = []
@@ -182,6 +182,7 @@ def waits(place: Place) -> Found:
         if "synchroniz" in str(message):
             found.append(f"{str(message)[:60]} in {own_place()}")
 
+    ranks.LEAST_RANKS = 1 if alone else 2
     with place.joined(), warnings.catch_warnings():
         model, reads = place.sharded(BF16), Reads()
         optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
@@ -300,6 +301,9 @@ PARTS: dict[str, Callable[[Place], Found]] = {
     "arena": lambda place: same_bits(place, "arena"),
     "graph-arena": lambda place: same_bits(place, "arena", graphed=True),
     "nccl": lambda place: same_bits(place, alone=True),
+    "nccl-waits": lambda place: waits(place, alone=True),
+    "nccl-arena": lambda place: same_bits(place, "arena", alone=True),
+    "nccl-graph-arena": lambda place: same_bits(place, "arena", graphed=True, alone=True),
     "nccl-graph": lambda place: same_bits(place, graphed=True, alone=True),
     "trainer": trainer,
     "fault-capture": failed_capture,

@@ -262,6 +262,9 @@ class Unit:
 # Parameters hold these listeners, and the unit holds the parameters: they refer to it weakly.
 
 
+_LARGE = 1 << 15  #: elements of a gradient that takes longer to compute than the host takes to free buffers
+
+
 def _gradient_listener(unit: Unit, device: torch.device) -> Callable[[torch.Tensor], None]:
     """Called with each parameter whose full gradient is complete for this backward."""
     ref = weakref.ref(unit)
@@ -275,11 +278,11 @@ def _gradient_listener(unit: Unit, device: torch.device) -> Callable[[torch.Tens
 
     def on_gradient_on_host(full: torch.Tensor) -> None:
         on_gradient(full)
-        unit = ref()
-        if unit is not None and unit.root is not None:
+        if full.numel() >= _LARGE and (unit := ref()) is not None and unit.root is not None:
             unit.root.reductions.collect()
 
-    # Reductions of the CPU's memory end on the host. So their buffers need not wait for the end of the unit's backward.
+    # Reductions of the CPU's memory end on the host. Their buffers are freed between large gradients of the next unit,
+    # so that they do not add to all of its gradients.
     return on_gradient_on_host if device.type == "cpu" else on_gradient
 
 

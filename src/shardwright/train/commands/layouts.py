@@ -22,6 +22,7 @@ from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import model_of
 from shardwright.train.models.language_model import LanguageModel
+from shardwright.train.parallel.engines.units import lookups_of
 
 
 def compared() -> tuple[str | Ragged, ...]:
@@ -48,7 +49,8 @@ class UnitShapes:
 def units_of(model: LanguageModel) -> list[UnitShapes]:
     """The units into which `train.parallel` cuts the model, in the order in which they run; none without parameters."""
     names = {module: name for name, module in model.named_modules()}
-    together: list[list[nn.Module]] = [*([block] for block in model.blocks()), model.head()]
+    alone = [*lookups_of(model), *model.blocks()]
+    together: list[list[nn.Module]] = [*([module] for module in alone), model.head()]
     parts = [(", ".join(names[module] for module in modules), modules) for modules in together]
     parts.append(("root", [model]))
     seen: set[nn.Parameter] = set()

@@ -46,6 +46,11 @@ class ShardwrightEngine(UnitEngine):
             options["offload_policy"] = sw.Offload(parameters=with_weights, gradients=with_weights)
         return options
 
+    @property
+    def frees_embeddings(self) -> bool:
+        # The slots of the other kinds of memory have the size of the largest unit that is freed.
+        return self.config.memory in ("dynamic", "arena")
+
     def shard_root(self, model: LanguageModel, reshard: bool, options: dict[str, Any]) -> None:
         config = self.config
         try:

@@ -1,7 +1,7 @@
 """The cut of a model into units, for engines that shard each unit by a call of `fully_shard`.
 
-The units are: each block, the head with the final norm (and the embedding, where it is the same matrix), and the root
-with what is left. The model itself knows nothing of it.
+The units are: each embedding, each block, the head with the final norm (and the embedding, where it is the same
+matrix), and the root with what is left. The model itself knows nothing of it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ class UnitEngine(Engine):
         reshard_blocks: bool | int = reshard if isinstance(reshard, int) else not self.config.keeps_parameters
         reshard_last = reshard == "always"
 
+        for embedding in lookups_of(model):
+            self.shard(embedding, self.frees_embeddings and reshard_blocks is not False, options)
+            if not model.foreign:  # code of others may also read the matrix otherwise than by a lookup
+                cast(Any, embedding).set_unshard_in_backward(False)
         *blocks, last_block = model.blocks()
         for block in blocks:
             self.shard(block, reshard_blocks, options)
@@ -52,6 +56,11 @@ class UnitEngine(Engine):
         self.shard_root(model, reshard_last, options)
         return model
 
+    @property
+    def frees_embeddings(self) -> bool:
+        """Whether the full matrix of an embedding is freed after its lookups, which is all that a step needs it for."""
+        return True
+
     def gradient_sync(
         self, model: nn.Module, synchronise: bool, last: bool
     ) -> AbstractContextManager[object]:
@@ -64,3 +73,10 @@ class UnitEngine(Engine):
         for module in model.modules():
             if hasattr(module, "set_requires_gradient_sync"):
                 cast(Any, module).reshard()
+
+
+def lookups_of(model: LanguageModel) -> list[nn.Embedding]:
+    """The embeddings outside of the blocks and the head. Their gradients need the numbers of tokens, and no weights."""
+    others = {p for part in (*model.blocks(), *model.head()) for p in part.parameters()}
+    found = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight not in others]
+    return [m for m in found if m.max_norm is None and not m.sparse]
