@@ -115,9 +115,19 @@ class Place:
                 clip(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+                if self.cuda:
+                    use_pinned_memory()
             if graphed and not step.captured:
                 raise RuntimeError("the step was not captured in a graph")
         return [float(loss) for loss in seen]
+
+
+def use_pinned_memory() -> None:
+    """Take page-locked memory of many sizes, fill it and give it back. A graph whose operations read such memory that
+    torch has freed since the capture (as the packing of gradients might) then computes other numbers."""
+    for bits in range(6, 23):
+        for _ in range(4):
+            torch.empty(1 << bits, dtype=torch.uint8, pin_memory=True).fill_(255)
 
 
 # -- training

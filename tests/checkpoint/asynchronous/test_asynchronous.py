@@ -405,3 +405,30 @@ def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path:
     assert figures["second"] <= slack
     assert figures["save"] <= chunks + slack
     assert figures["load"] <= chunks + slack
+
+
+class FakeRuntime:
+    """CUDA's runtime where no page can be locked: it keeps the failure until a kernel asks for it."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def cudaHostRegister(self, *_: Any) -> int:
+        self.failed = True
+        return 2
+
+    def launch(self, *_: Any, **__: Any) -> None:
+        if self.failed:
+            self.failed = False
+            raise RuntimeError("CUDA error: out of memory")
+
+
+def test_pages_that_cannot_be_locked_do_not_fail_a_later_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", runtime.launch)
+    memory = SharedMemory()
+    memory.reserve(1 << 12)
+    assert memory.bytes(lock=True).nbytes >= 1 << 12
+    runtime.launch()  # the next kernel of training
+    memory.close()

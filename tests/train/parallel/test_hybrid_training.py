@@ -160,8 +160,17 @@ def test_other_optimizers_take_it(rank: int, world_size: int, name: str, layout:
 def test_units_are_of_unequal_sizes(tied: bool) -> None:
     model = tiny(pattern="M*E-MM", tied_embeddings=tied)
     head = "tok_embeddings, norm, output" if tied else "norm, output"
-    names = ["layers.0", "layers.1", "layers.2", "layers.3", "layers.4..5 (2 units)", "mtp", head, "root"]
-    assert [name for name, _ in alike(units_of(model))] == names[: 8 - tied]
+    names = [
+        "tok_embeddings",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "layers.3",
+        "layers.4..5 (2 units)",
+        "mtp",
+        head,
+    ]
+    assert [name for name, _ in alike(units_of(model))] == names[tied:]
     with torch.device("meta"):
         debug = Hybrid(HYBRID_PRESETS["debug"])
     sizes = [sum(p.numel() for p in block.parameters()) for block in debug.blocks()]

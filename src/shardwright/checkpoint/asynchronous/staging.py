@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -67,6 +68,8 @@ class SharedMemory:
         if lock and not self._locked:
             result = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 1)
             self._locked = int(result) == 0
+            if not self._locked:
+                _forget_failure()
         return self._bytes
 
     def _unmap(self) -> None:
@@ -80,6 +83,13 @@ class SharedMemory:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+def _forget_failure() -> None:
+    """Let CUDA forget that it could not lock pages. It keeps the failure until somebody asks, and the next kernel that
+    torch launches asks and would raise it, somewhere in training."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")  # a kernel
 
 
 @dataclass(frozen=True)
