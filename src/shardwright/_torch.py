@@ -922,6 +922,12 @@ def set_group_timeout(group: Any, timeout: timedelta) -> None:
             setter(timeout)
 
 
+def has_expandable_segments() -> bool:
+    """Return whether the environment asks for expandable segments of the device's memory."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + "," + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return "expandable_segments:true" in settings.lower().replace(" ", "")
+
+
 @contextmanager
 def without_bound_device() -> Iterator[None]:
     """Inside, the job's group is bound to no device, so that new groups are made without it."""

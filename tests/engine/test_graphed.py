@@ -7,7 +7,10 @@ at fixed addresses, and leaves its own state right between replays. What CUDA it
 from __future__ import annotations
 
 import itertools
+import os
+import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -183,6 +186,22 @@ def test_a_change_between_steps_counts(rank: int, world_size: int, change: Any, 
         change(run.model)
     assert graphed.train(3) == plain.train(3)
     assert (graphed.step._captured is not first) == again
+
+
+@multirank(1)
+def test_expandable_segments_need_a_setting_of_nccl(rank: int, world_size: int) -> None:
+    model = shard(build())
+    for setting, expected in (("", 0), ("max_split_size_mb:128,expandable_segments:True", 1)):
+        for registers, warned in (("", expected), ("0", 0)):
+            variables = {"PYTORCH_CUDA_ALLOC_CONF": setting, "NCCL_GRAPH_REGISTER": registers}
+            with (
+                mock.patch.dict(os.environ, variables),
+                graphs(model),
+                warnings.catch_warnings(record=True) as found,
+            ):
+                warnings.simplefilter("always")
+                sw.GraphedStep(model, lambda batch: loss_of(model(batch), batch))
+            assert [str(each.message)[:19] for each in found] == ["expandable_segments"] * warned
 
 
 @multirank(2)

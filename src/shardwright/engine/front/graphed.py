@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright._torch import has_expandable_segments
 from shardwright.engine.assembly.find import UNIT
 from shardwright.engine.model.root import Root, attach
 from shardwright.engine.unit.owning import settle
@@ -80,6 +83,12 @@ class GraphedStep:
             raise NotImplementedError(
                 f"CUDA graphs need a model on a CUDA device; this {unit.name} is on {unit.comm.device}. Call the "
                 "function without GraphedStep."
+            )
+        if has_expandable_segments() and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+            warnings.warn(
+                "expandable_segments: NCCL registers the memory of a graph's collectives, which does not work with "
+                "expandable segments. Set NCCL_GRAPH_REGISTER=0 before the process group is made.",
+                stacklevel=2,
             )
         self._model = model
         self._function = function
