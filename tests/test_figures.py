@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.committed import PICTURE, RESULTS, read, svg
+from shardwright.planner.speed import INSIDE, PUBLISHED
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Columns of the README's table.
@@ -115,6 +116,7 @@ OF_RESULTS = [
     ("docs/planning_accuracy.md", "live", "published-rows", ()),
     ("docs/planning_accuracy.md", "8B, the same compiled", "published-rows", ("published",)),
     ("docs/planning_accuracy.md", "FSDP over 32", "hsdp-rows", ()),
+    ("docs/planning_accuracy.md", "context 8, 256k", "trainer-rows", ()),
     ("docs/planning_accuracy.md", "160 wide, 8 layers", "calibrated-torch-2.13-cpu", ()),
 ]  # fmt: skip
 
@@ -138,6 +140,20 @@ def test_each_row_of_a_table_has_the_figures_of_one_row_of_its_results(
         for each in range(max(map(len, parts))):  # "0.49, 0.16" are of two rows
             shown = [n for part in parts if part[each:] for n in number.findall(part[each])]
             assert shown and any(all(has(figures, n) for n in shown) for figures in committed), row
+
+
+def test_plans_say_how_many_published_speeds_were_inside_their_ranges() -> None:
+    number = r"\d+(?:,\d{3})*"
+    rows = [
+        [float(each.replace(",", "")) for each in found]
+        for name in ("published-rows", "hsdp-rows", "trainer-rows")
+        for found in re.findall(
+            f"({number})-({number}) +({number})", (RESULTS.parent / f"{name}.txt").read_text(encoding="utf-8")
+        )
+    ]
+    assert (sum(low <= published <= high for low, high, published in rows), len(rows)) == (INSIDE, PUBLISHED)
+    page = (ROOT / "docs/planning_accuracy.md").read_text(encoding="utf-8")
+    assert f"{INSIDE} of {PUBLISHED} published speeds" in page
 
 
 def test_the_picture_is_drawn_from_the_results() -> None:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwright.planner.devices import GENERATIONS, DeviceError, Figures, known_devices, parse_devices
 from shardwright.planner.program import (
     AFTER_OPTIMIZER,
+    ALL_PAIRS,
     CROSSING,
     GRAPH,
     HOST,
@@ -88,6 +89,13 @@ def test_attention_counts_the_pairs_below_the_diagonal() -> None:
     )
     assert forward.flops == 4 * 2 * 8 * 64 * 64 / 2 * 16
     assert backward.flops == 2.5 * forward.flops
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "efficient_attention_backward"])
+def test_attention_that_is_not_causal_counts_all_pairs(name: str) -> None:
+    square = Kernel(f"_scaled_dot_product_{name}", "compute", 100, ((2, 8, 64, 16),) * 4, "bfloat16")
+    whole = work_of(square._replace(name=f"{ALL_PAIRS}{square.name}"))
+    assert (whole.kind, whole.flops) == ("attention", 2 * work_of(square).flops)
 
 
 @pytest.mark.parametrize(

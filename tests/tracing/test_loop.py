@@ -6,18 +6,22 @@ import gc
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
 from shardwright._torch import absent_ranks
-from shardwright.planner.program import Alloc, Kernel
+from shardwright.planner.program import ALL_PAIRS, Alloc, Kernel
+from shardwright.planner.work import work_of
 from shardwright.tracing.hollow import AbsentDeviceError, UnknownValueError
 from shardwright.tracing.loop import program_of_loop
 from tests.support.matrix import generate
@@ -593,3 +597,48 @@ def test_a_layer_of_an_lstm_keeps_what_backward_needs() -> None:
         e.nbytes for e in program.events if isinstance(e, Alloc) and e.nbytes > 4 * steps * samples * size
     )
     assert planned == pytest.approx(kept(), rel=0.02)
+
+
+class OneAttention(nn.Module):
+    def __init__(self, is_causal: bool) -> None:
+        super().__init__()
+        self.project, self.is_causal = nn.Linear(64, 192, dtype=torch.bfloat16), is_causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).view(1, -1, 3, 2, 32).permute(2, 0, 3, 1, 4)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+
+
+def attention_kernels(ranks: int, is_causal: bool = True) -> list[Kernel]:
+    """The attention of rank 0 in a step over 2,048 tokens, with torch's context parallelism on several ranks."""
+
+    def loop() -> Any:
+        model = OneAttention(is_causal)
+        optimizer = torch.optim.SGD(model.parameters())
+        mesh = init_device_mesh("cpu", (ranks,))
+        for _ in range(2):
+            x = torch.zeros(1, 2048, 64, dtype=torch.bfloat16)
+            with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]) if ranks > 1 else nullcontext():
+                model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    program = program_of_loop(loop, ranks)
+    begin, end = program.last_step()
+    return [
+        each for each in program.events[begin:end] if isinstance(each, Kernel) and "attention" in each.name
+    ]
+
+
+def test_the_ring_attention_of_torch_is_planned_with_its_steps() -> None:
+    """Each rank of a ring attends to the parts of all ranks, which is a part of the whole work, evenly divided."""
+    whole, part = attention_kernels(1), attention_kernels(4)
+    assert len(part) == 4 * len(whole) == 8
+    assert sum(work_of(each).flops for each in whole) == 4 * sum(work_of(each).flops for each in part)
+
+
+def test_attention_over_all_pairs_has_a_name_of_its_own() -> None:
+    names = [each.name for each in attention_kernels(1)]
+    whole = [each.name for each in attention_kernels(1, is_causal=False)]
+    assert whole == [f"{ALL_PAIRS}{name}" for name in names] and not any(ALL_PAIRS in name for name in names)

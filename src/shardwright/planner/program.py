@@ -19,6 +19,9 @@ HOST = "host"  #: in place of a stream: the block is in the host's memory
 GRAPH = "graph "
 #: The name of a copy between the memories of the host and of the device begins with this.
 CROSSING = "pcie."
+#: The name of fused attention that is not causal begins with this: each query sees all keys, or a mask decides, and
+#: then the kernel computes all pairs, too.
+ALL_PAIRS = "all_pairs."
 
 
 class Alloc(NamedTuple):

@@ -23,6 +23,9 @@ _TOGETHER = (
     ("pcie",),
 )
 LEAST = 0.005  #: the part of a step that a loss must take to be shown
+#: How many of the speeds that others have published are inside the range of their plan, and of how many. A test
+#: compares this with the committed results of benchmarks/published_rows.py, hsdp_rows.py and trainer_rows.py.
+INSIDE, PUBLISHED = 26, 28
 
 
 class Loss(NamedTuple):
@@ -120,6 +123,8 @@ class Speed:
         share = f"MFU {self.mfu:.1%}; " if self.model_flops else ""
         source = "" if self.is_measured else "; not measured here"
         yield "speed", f"{rate}{share}{in_time(self.seconds[1])} a step{source}"
+        if likely and not self.is_measured:
+            yield "", f"such ranges held {INSIDE} of {PUBLISHED} published speeds"
         shown = [loss for loss in self.losses() if abs(loss.seconds) >= LEAST * self.seconds[1]]
         for i, loss in enumerate(shown):
             setting = f" ({loss.setting})" if loss.setting else ""

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Literal, NamedTuple
 
-from shardwright.planner.program import CROSSING, Kernel
+from shardwright.planner.program import ALL_PAIRS, CROSSING, Kernel
 
 Kind = Literal["products", "attention", "memory", "optimizer", "communication", "copies", "nothing"]
 ITEM = {
@@ -116,13 +116,17 @@ def _bytes_of_product(sizes: tuple[int, int, int, int], kernel: Kernel) -> float
 
 
 def _attention(name: str, kernel: Kernel) -> Work | None:
-    """Fused attention over the lower triangle, which is what causal models use. Its formula has products of its own."""
+    """Return the work of fused attention: of the pairs below the diagonal if it is causal, else of all pairs.
+
+    None: the shapes are not those of fused attention. Its formula has products of its own.
+    """
     shapes = kernel.shapes
     backward = name.endswith("backward")
     of = shapes[1:3] if backward else shapes[:2]
     if len(of) < 2 or len(of[0]) != 4:
         return None
     (batch, heads, queries, width), keys = of[0], of[1][2]
-    pairs = queries * keys / 2 if queries == keys else queries * keys
+    halves = queries == keys and not name.startswith(ALL_PAIRS)
+    pairs = queries * keys / (2 if halves else 1)
     flops = 4 * batch * heads * pairs * width * (2.5 if backward else 1)
     return Work("attention", flops, kernel.nbytes, (batch * heads, queries, keys, width))

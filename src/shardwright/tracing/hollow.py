@@ -23,7 +23,7 @@ from shardwright._torch import (
     outside_dispatch_modes,
     ranks_of_collective,
 )
-from shardwright.planner.program import CROSSING, HOST
+from shardwright.planner.program import ALL_PAIRS, CROSSING, HOST
 from shardwright.tracing.kernels import META
 from shardwright.tracing.recorder import BY_LIFE, OF_ENGINE, OTHER, Recorder, reader_of_value
 from shardwright.tracing.workspaces import CUBLAS, PRODUCTS, TAKING, workspaces
@@ -100,6 +100,7 @@ class _Form(NamedTuple):
     touches_memory: bool
     writes: tuple[tuple[int, str, bool], ...]  #: position, name, keyword only
     returns_arguments: bool  #: and nothing else, so that no meta kernel is needed
+    causal_at: int = -1  #: the position of the argument ``is_causal`` of fused attention; -1: it has none
 
 
 class _Shape(NamedTuple):
@@ -212,7 +213,7 @@ class Hollow(TorchDispatchMode):
                 else:
                     self._know(out, form, known, line)
                     if not known:  # as of large tensors; of constants the host computes small ones
-                        self._note(form, tensors, out)
+                        self._note(self._as_it_runs(form, args, kwargs), tensors, out)
                     return out
         if form.writes:
             out = self._written(func, form, args, kwargs, result, line)
@@ -224,7 +225,7 @@ class Hollow(TorchDispatchMode):
         if form.namespace == "_c10d_functional":
             self._note(form._replace(name=f"c10d.{form.name}"), tensors, out, _group_of(args, kwargs))
         else:
-            self._note(form, tensors, out)
+            self._note(self._as_it_runs(form, args, kwargs), tensors, out)
         return out
 
     def _take_workspaces(self, name: str, args: Any, noted: _Line | None) -> None:
@@ -256,8 +257,18 @@ class Hollow(TorchDispatchMode):
             not is_view and name not in _AS_THEY_ARE,
             writes,
             all(each is not None for each in aliases),
+            next((i for i, each in enumerate(schema.arguments) if each.name == "is_causal"), -1),
         )
         return form
+
+    @staticmethod
+    def _as_it_runs(form: _Form, args: Any, kwargs: Any) -> _Form:
+        """Return the facts of an operation with its arguments: attention over all pairs has a name of its own, because
+        it computes twice as much as causal attention of the same shapes."""
+        at = form.causal_at
+        if at < 0 or kwargs.get("is_causal", len(args) > at and args[at]):
+            return form
+        return form._replace(name=f"{ALL_PAIRS}{form.name}")
 
     # -- results
 

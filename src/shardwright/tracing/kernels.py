@@ -28,7 +28,10 @@ def kernels_of_cuda() -> Iterator[None]:
     """Inside the context functions run as on a GPU of compute capability 8.0 or newer."""
     before = F.scaled_dot_product_attention, F.rms_norm
     chunk = adamw8bit.CHUNK
-    F.scaled_dot_product_attention, F.rms_norm = _attention, _rms_norm
+    for function, mine in zip(before, (_attention, _rms_norm), strict=True):
+        # Others find the function to replace by its name, as torch's context_parallel does.
+        mine.__name__ = function.__name__
+        setattr(F, function.__name__, mine)
     adamw8bit.CHUNK = adamw8bit.DEVICE_CHUNK
     try:
         yield
