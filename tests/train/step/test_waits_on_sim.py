@@ -10,7 +10,7 @@ import pytest
 from tests.support.sim import on_sim
 from tests.train.kit.jobs import HYBRID
 
-AGREEMENT = "a copy to the host in agree"
+AGREEMENT = "a copy to the host in read"
 #: Ranks compare their gradients in backward, see `tests/engine/test_sim.py`.
 COMPARISON = "an event's synchronize in read"
 PACKED = {"document_mask": True}
@@ -70,3 +70,34 @@ def test_the_host_waits_once_in_a_validation(rank: int, world_size: int) -> None
     with trainer_on_sim(settings, rank, world_size) as job:
         found = job.waits_of(lambda: validate(job.trainer))
         assert found == {"a copy to the host in validate": 1}, found
+
+
+LONG = {"train": {"steps": 20}, "validation": {"every": 0}, "checkpoint": {"every": 15}}
+LATE = {**LONG, "fault": {"check": "after_step"}}
+
+
+@on_sim(1, 2)
+def test_a_late_check_waits_for_the_step_before_alone(rank: int, world_size: int) -> None:
+    """When the host waits for the numbers of a step, the device has the whole next one to do after them."""
+    from tests.train.kit.on_sim import trainer_on_sim
+
+    leads = []
+    for settings in (LONG, LATE):
+        with trainer_on_sim(settings, rank, world_size) as job:
+            found = job.waits_of(job.step)
+            assert found.total() == world_size, found  # on two ranks `COMPARISON` is one of them
+            leads.append(job.lead())
+            whole_step = job.operations_of_a_step()
+    assert leads[0] <= 1 and leads[1] >= whole_step, (leads, whole_step)
+
+
+@on_sim(2)
+def test_a_late_check_has_the_same_numbers_in_any_order(rank: int, world_size: int) -> None:
+    from tests.train.kit.on_sim import trainer_on_sim
+
+    found = []
+    for settings, seed in ((LONG, 0), (LATE, 1 + 3 * rank), (LATE, 2 + 3 * rank)):
+        with trainer_on_sim(settings, rank, world_size, seed) as job:
+            found.append([(result.loss, result.agreed.norm) for result in (job.step() for _ in range(7))])
+            assert job.trainer.is_ahead is (settings is LATE)
+    assert found[0] == found[1] == found[2]

@@ -25,7 +25,6 @@ from shardwright.train.step.feed import Untrained
 from shardwright.train.step.hooks import ACTIONS, means
 from shardwright.train.step.numerics.not_finite import marks, wrong_ranks
 
-NAME = "all-reduce of the loss"
 T = TypeVar("T")
 Row = TypeVar("Row", Tensor, list[float])
 
@@ -155,7 +154,7 @@ class Reduction:
     def read(self, clock: StepClock) -> Agreed:
         """The sums. The host waits for them."""
         clock.to("communication")
-        with noted(NAME, None):
+        with noted("wait for the loss", None):
             clock.wait_begins()
             row = self.row
             if self.copied is not None:
@@ -205,7 +204,7 @@ def add_up(world: World, part: OwnPart, metric_names: Sequence[str], clock: Step
     parts |= {"losses": part.shares, "flags": part.flag}
     parts["marks"] = marks(parts["sums"].view(len(metric_names), 2), world.rank)
     row = torch.cat([*parts.values()])
-    with noted(NAME, None):
+    with noted("all-reduce of the loss", None):
         dist.all_reduce(row)
     if part.norm is not None:
         parts["norm"] = part.norm.to(row.device, row.dtype, non_blocking=True)[None]
