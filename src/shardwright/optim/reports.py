@@ -71,7 +71,7 @@ def report(
         entries = {
             each.index: (
                 whole_state.described(each.state),
-                [n.item() for n in whole_state.numbers(each.state, device)],
+                _read(whole_state.numbers(each.state, device)),
             )
             for each in mine
         }
@@ -100,14 +100,19 @@ def _gathered_rows(
     for each in owned:
         counts[each.owner] += whole_state.count_numbers(each.description)
     numbers = [] if has_new else [n for each in mine for n in whole_state.numbers(each.state, device)]
-    head = torch.tensor([failed_at, has_new], dtype=torch.float64, device=device)
-    message = torch.zeros(2 + max(counts), dtype=torch.float64, device=device)
-    row = torch.cat([head, *numbers])
-    message[: row.numel()] = row
+    # Numbers of the host are filled in: a tensor made of them would be copied to a device, for which the host waits.
+    head = [torch.full((1,), value, dtype=torch.float64, device=device) for value in (failed_at, has_new)]
+    row = torch.cat([*head, *numbers])
+    message = torch.nn.functional.pad(row, (0, 2 + max(counts) - row.numel()))
     everyone = message.new_empty(world.size, message.numel())
     with noted("all-gather of optimizer state", world.group):
         dist.all_gather(list(everyone.unbind()), message, group=world.group)
     return dict(zip(world.order, everyone.tolist(), strict=True))
+
+
+def _read(numbers: Sequence[torch.Tensor]) -> list[float]:
+    """Return the values of these tensors of one element, in one read."""
+    return torch.cat([*numbers]).tolist() if numbers else []
 
 
 def _error_of(number: int, at: int, owned: Sequence[WholeParameter], world: MeshRanks) -> Exception:

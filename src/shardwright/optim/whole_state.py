@@ -79,7 +79,7 @@ def numbers(state: dict[str, Any], device: torch.device) -> list[torch.Tensor]:
             if not value.ndim:
                 number_tensors.append(value.detach().to(device, torch.float64, non_blocking=True).view(1))
         elif _is_number(value):
-            number_tensors.append(torch.tensor([float(value)], dtype=torch.float64, device=device))
+            number_tensors.append(torch.full((1,), float(value), dtype=torch.float64, device=device))
     return number_tensors
 
 

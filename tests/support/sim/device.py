@@ -115,13 +115,18 @@ class Sim:
             self.extension.begin(0)
 
     @contextmanager
-    def waits(self) -> Iterator[Counter[str]]:
-        """The waits of the host inside: their places in the package, and how often each comes."""
+    def waits(self, by_function: bool = False) -> Iterator[Counter[str]]:
+        """The waits of the host inside: their places in the package, and how often each comes.
+
+        `by_function`: a place is the name of the innermost function of the package outside of streams.py.
+        """
         found: Counter[str] = Counter()
 
         def waits(name: str) -> None:
             frames = [f for f in traceback.extract_stack() if "shardwright/" in f.filename]
             places = " < ".join(f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in frames[:-4:-1])
+            if by_function:
+                places = next((f.name for f in reversed(frames) if "streams.py" not in f.filename), "")
             found[f"{name} in {places}" if places else name] += 1
 
         self.extension.watch(waits)

@@ -45,6 +45,7 @@ JOBS: tuple[dict[str, Any], ...] = (
     {"train.cuda_graph": True},
     {"model.kind": "hf", "model.weights": "random"},
 )
+HOOK = "shardwright.train.config.catalog.hooks:TrainerHook"
 READ = WITHIN_SECTIONS + BETWEEN_SECTIONS
 
 
@@ -66,7 +67,7 @@ def values_of(key: str) -> list[Any]:
     info = field_at(key.split("."))
     assert info is not None, f"no such key: {key}"
     if (registry := registry_of(info.annotation, info.metadata)) is not None:
-        return list(registry.names()) or [()]  # a list of names, of which the package has none
+        return list(registry.names()) or [(), (HOOK,)]  # a list of names, of which the package has none
     section, _, name = key.partition(".")
     beside = {"kind": "hybrid"} if section == "model" and name != "max_seq_len" else {}
     taken = []

@@ -71,4 +71,4 @@ def test_the_host_waits_once_in_a_step(rank: int, world_size: int) -> None:
             job.train_step(stop)
         job.close()
         places = [place for place in waits.places if not place.endswith(CPU_ONLY)]
-        assert places == ["tolist in agree"], f"{engine}, max_norm {norm}, {model}, {places}"
+        assert places == ["tolist in read"], f"{engine}, max_norm {norm}, {model}, {places}"

@@ -33,10 +33,16 @@ class Documents:
         numbers_BS: int, the number of each token's document. Neighbours with one number are one document.
         counted_BS: bool, the tokens that `sums` adds; all of them if None.
         owners_BS: int, the documents over which `sums` adds; those of `numbers_BS` if None.
+        edges: int32, where each document begins among all T tokens, then T at least once. If None they are looked for
+            in `numbers_BS`, and the host waits for the device, because their number is the size of a tensor.
     """
 
     def __init__(
-        self, numbers_BS: Tensor, counted_BS: Tensor | None = None, owners_BS: Tensor | None = None
+        self,
+        numbers_BS: Tensor,
+        counted_BS: Tensor | None = None,
+        owners_BS: Tensor | None = None,
+        edges: Tensor | None = None,
     ) -> None:
         self.numbers_BS, self.counted_BS, self.owners_BS = numbers_BS, counted_BS, owners_BS
         self.starts_BS = _starts(numbers_BS)
@@ -45,14 +51,15 @@ class Documents:
         #: Number of tokens of its document before each token: int64, the position that restarts at each document.
         self.ages_BS = torch.arange(numbers_BS.shape[1], device=numbers_BS.device) - self.first_BS
         self._slots_BS = self.first_BS if owners_BS is None else _first(_starts(owners_BS))
-        # The number of documents is the size of a tensor, so the host waits for a device here: once for a forward, not
-        # in every layer. It does not wait for documents on the CPU.
-        begins = self.starts_BS.flatten().nonzero().flatten()
-        edges = torch.cat((begins, begins.new_tensor([numbers_BS.numel()])))
-        #: Where each document begins among all T tokens, and T: int32, [documents of all samples + 1].
-        self.edges = edges.to(torch.int32)
+        if edges is None:
+            begins = self.starts_BS.flatten().nonzero().flatten()
+            edges = F.pad(begins, (0, 1), value=numbers_BS.numel()).to(torch.int32)
+        #: Where each document begins among all T tokens, then T at least once: int32. Between equal neighbours there is
+        #: a document without tokens.
+        self.edges = edges
+        lengths = edges.diff().tolist() if numbers_BS.device.type == "cpu" else []
         #: The length in tokens of each document of all samples. Only attention on the CPU needs it on the host.
-        self.lengths: list[int] = edges.diff().tolist() if numbers_BS.device.type == "cpu" else []
+        self.lengths: list[int] = [length for length in lengths if length]
 
     def before(self, length: int) -> Documents:
         """The documents of the first `length` tokens of each sample."""
@@ -61,7 +68,7 @@ class Documents:
         parts = (self.numbers_BS, self.counted_BS, self.owners_BS)
         numbers, counted, owners = (None if part is None else part[:, :length] for part in parts)
         assert numbers is not None
-        return Documents(numbers, counted, owners)
+        return Documents(numbers, counted, owners, edges_within(self, range(length)))
 
     def of_pairs(self) -> Documents:
         """For layers that see each token together with the next one.
@@ -70,7 +77,10 @@ class Documents:
         its own, and `sums` does not count it.
         """
         last_BS = self.ends_BS
-        return Documents(2 * self.numbers_BS.long() + last_BS, ~last_BS, self.numbers_BS)
+        begins, ends = self.edges[:-1], self.edges[1:]
+        edges = torch.stack((torch.maximum(ends - 1, begins), ends), dim=1).flatten()
+        edges = torch.cat((self.edges[:1], edges))
+        return Documents(2 * self.numbers_BS.long() + last_BS, ~last_BS, self.numbers_BS, edges)
 
     @property
     def ends_BS(self) -> Tensor:
@@ -94,8 +104,10 @@ class Documents:
         return torch.zeros_like(values_BSX).scatter_add(1, slots_BSX, values_BSX).gather(1, slots_BSX)
 
 
-def documents_of(documents_BS: Tensor | None, tokens_BS: Tensor) -> Documents | None:
-    """The Documents of the argument `documents` of a model's forward; None without the argument.
+def documents_of(
+    documents_BS: Tensor | None, tokens_BS: Tensor, edges: Tensor | None = None
+) -> Documents | None:
+    """The Documents of the arguments `documents` and `edges` of a model's forward; None without documents.
 
     Raises:
         ValueError: the numbers have another shape than the tokens.
@@ -107,7 +119,7 @@ def documents_of(documents_BS: Tensor | None, tokens_BS: Tensor) -> Documents | 
             f"documents: expected an integer for each token, of shape {list(tokens_BS.shape)}, found shape "
             f"{list(documents_BS.shape)} and dtype {str(documents_BS.dtype).removeprefix('torch.')}"
         )
-    return Documents(documents_BS)
+    return Documents(documents_BS, edges=edges)
 
 
 def within_trained(targets_BS: Tensor) -> Tensor:
@@ -207,11 +219,14 @@ def _attend_masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents, groupe
 def _flash_takes(q: Tensor) -> bool:
     width = q.shape[-1]
     supported = torch.backends.cuda.is_flash_attention_available() and width % 8 == 0 and width <= 256
-    return supported and q.dtype in (torch.bfloat16, torch.float16) and _capability(q.device.index) >= (8, 0)
+    return (
+        supported and q.dtype in (torch.bfloat16, torch.float16) and capability_of(q.device.index) >= (8, 0)
+    )
 
 
 @functools.cache
-def _capability(device: int) -> tuple[int, int]:
+def capability_of(device: int) -> tuple[int, int]:
+    """Return the compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)
 
 

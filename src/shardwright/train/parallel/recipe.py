@@ -116,7 +116,9 @@ def parallelize(
     and `reads_weights`, else drawn ones.
     """
     engine, deferred = engine_of(config), _is_deferred(model)
-    device = torch.device("cpu" if mesh.device_type == "cpu" else torch.cuda.current_device())
+    device = torch.device("cpu")
+    if mesh.device_type != "cpu":
+        device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
     dims = ParallelDims.of(config, mesh.size())
     experts = make_expert_mesh(dims, mesh) if dims.expert > 1 else None
     if experts is not None:

@@ -176,12 +176,15 @@ def _noise_for_zeros(model: nn.Module) -> Iterator[None]:
     Afterwards each has its values again. Until then those with such values have a copy.
     """
     before: list[tuple[Tensor, Tensor]] = []
-    for number, parameter in enumerate(model.parameters()):
-        own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        zeros = own.detach().abs() <= ABOUT_ZERO
-        if not own.is_floating_point() or not zeros.any():
+    locals_ = [each.to_local() if hasattr(each, "to_local") else each for each in model.parameters()]
+    floats = [(number, own) for number, own in enumerate(locals_) if own.is_floating_point()]
+    about_zero = [(own.detach().abs() <= ABOUT_ZERO).any() for _, own in floats]
+    hidden = torch.stack(about_zero).tolist() if about_zero else []  # one read for all of them
+    for (number, own), is_hidden in zip(floats, hidden, strict=True):
+        if not is_hidden:
             continue
         before.append((own, own.detach().clone()))
+        zeros = own.detach().abs() <= ABOUT_ZERO
         # Ranks with the same values draw the same noise.
         generator = torch.Generator(own.device).manual_seed(number)
         own.add_(torch.randn(own.shape, generator=generator, device=own.device).to(own.dtype) * zeros * NOISE)
@@ -239,7 +242,10 @@ def _totals(trainer: Trainer, stream: Stream, names: Sequence[str]) -> Tensor:
         # Every rank runs the same number of passes, as sharded engines must; beyond the end on samples that
         # do not count.
         count = max(0, min(train.micro_batch, samples - first))
-        batch = stream.batch(first if count else 0, count or 1).to(world.device)
+        batch = stream.batch(first if count else 0, count or 1)
+        if world.device.type != "cpu":  # from other memory of the host the copy would make it wait
+            batch = batch.pinned()
+        batch = batch.to(world.device, non_blocking=True)
         with recipe.parallel_loss(trainer.world.dims):
             losses, logits = trainer.losses.of_tokens_and_logits(batch, logits=bool(names))
         if not count:

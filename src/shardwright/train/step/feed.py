@@ -84,7 +84,7 @@ def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
     return [
         each
         for batch in batches
-        for each in (batch.inputs, batch.targets, batch.documents, batch.positions)
+        for each in (batch.inputs, batch.targets, batch.documents, batch.positions, batch.edges)
         if each is not None
     ]
 
@@ -93,4 +93,4 @@ def batches_of(tensors: Sequence[Tensor], separate: bool) -> list[Batch]:
     """The batches of :func:`tensors_of`, whose documents are numbered if `separate`."""
     if not separate:
         return [Batch(tensors[i], tensors[i + 1], None, None) for i in range(0, len(tensors), 2)]
-    return [Batch(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
+    return [Batch(*tensors[i : i + 5]) for i in range(0, len(tensors), 5)]

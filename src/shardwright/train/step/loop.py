@@ -65,11 +65,12 @@ def run_steps(
         step = trainer.position.step
         is_last = step == config.train.steps
         ends = is_last or agreed.stops_early
-        leaving = ends or agreed.signal != 0
-        if agreed.signal and stop.signal_number is None:
+        # With the next step under way the run ends after that one, which has the same signal.
+        leaving = not trainer.is_ahead and (ends or agreed.signal != 0)
+        if leaving and agreed.signal and stop.signal_number is None:
             doing = "the run is at its end" if is_last else f"saving step {step}"
             reporter.say_at_once(f"{signal.Signals(agreed.signal).name} received by another rank; {doing}")
-        validates = config.validation.every > 0 and (ends or due(step, config.validation.every))
+        validates = config.validation.every > 0 and ((leaving and ends) or due(step, config.validation.every))
         saving = leaving or any(
             due(step, n) for n in (config.checkpoint.every, config.validation.tasks_every)
         )

@@ -6,6 +6,7 @@ draws samples or communicates.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -56,6 +57,8 @@ class Losses:
         self._model, self._vocab_size, self._chunked = model, vocab_size, chunked
         self.has_loss, self._auxiliary_sums = plain.has_loss, plain.auxiliary_sums
         self._numbers_padding = BuiltJob(config, plain).numbers_padding
+        #: Whether forward takes the edges of documents, so that the host need not wait for their number.
+        self._takes_edges = "edges" in inspect.signature(plain.forward).parameters
         self.auxiliary = plain.auxiliary
         #: The factor of each loss in the gradients, float64 [1 + auxiliaries].
         self._factors = world.figures([1.0, *self.auxiliary.values()])
@@ -82,11 +85,11 @@ class Losses:
         if self.has_loss:
             return self.of_tokens(batch).sum()[None]
         if not self.auxiliary:
-            own, arguments = self.own_part(batch, documents_of(batch))
+            own, arguments = self.own_part(batch, self._documents_of(batch))
             return self._computed(
                 own, arguments, lambda returned: self._cross_entropy(returned, own)[0][None]
             )
-        documents = padding_of(batch) if self._numbers_padding else documents_of(batch)
+        documents = padding_of(batch) if self._numbers_padding else self._documents_of(batch)
         own, arguments = self.own_part(batch, documents)
         return self._computed(own, {"extras": True, **arguments}, lambda returned: self._all(returned, own))
 
@@ -129,6 +132,11 @@ class Losses:
         losses = cross_entropy(logits, batch.targets)
         return losses.sum(), losses
 
+    def _documents_of(self, batch: Batch) -> dict[str, Tensor]:
+        """The arguments of :func:`documents_of`, and the edges if the model takes them."""
+        edges = {"edges": batch.edges} if self._takes_edges and batch.edges is not None else {}
+        return {**documents_of(batch), **edges}
+
     def own_part(self, batch: Batch, arguments: Mapping[str, Tensor]) -> tuple[Batch, dict[str, Tensor]]:
         """The batch and the arguments of forward beside its tokens, for the tokens of them that this rank has.
 
@@ -153,7 +161,7 @@ class Losses:
             own, arguments = self.own_part(batch, {})
             with self._engine.compute_precision(self._world.device):
                 return self._model(own.inputs, batch=own, **arguments).float()[None]  # type: ignore[no-any-return]
-        own, arguments = self.own_part(batch, documents_of(batch))
+        own, arguments = self.own_part(batch, self._documents_of(batch))
         return self._computed(own, arguments, lambda returned: self._cross_entropy(returned, own)[1])
 
     def of_tokens_and_logits(self, batch: Batch, logits: bool) -> tuple[Tensor, Tensor | None]:
@@ -161,7 +169,7 @@ class Losses:
         has none."""
         if self.has_loss or not logits:
             return self.of_tokens(batch), None
-        own, arguments = self.own_part(batch, documents_of(batch))
+        own, arguments = self.own_part(batch, self._documents_of(batch))
         return self._computed(
             own,
             arguments,
@@ -186,6 +194,13 @@ def padding_of(batch: Batch) -> dict[str, Tensor]:
     """Arguments of forward beside the tokens of a batch with one document in a sample: padding is another document, on
     which no loss of the first one depends."""
     padding_BS = ~within_trained(batch.targets)
-    index_S = torch.arange(padding_BS.shape[1], device=padding_BS.device)
+    samples, length = padding_BS.shape
+    index_S = torch.arange(length, device=padding_BS.device)
     length_B1 = (~padding_BS).sum(1, keepdim=True)
-    return {"documents": padding_BS.int(), "positions": index_S - length_B1 * padding_BS}
+    begins_B1 = torch.arange(0, samples * length, length, device=padding_BS.device)[:, None]
+    edges = F.pad(torch.cat((begins_B1, begins_B1 + length_B1), 1).flatten(), (0, 1), value=samples * length)
+    return {
+        "documents": padding_BS.int(),
+        "positions": index_S - length_B1 * padding_BS,
+        "edges": edges.to(torch.int32),
+    }

@@ -1,14 +1,14 @@
 """The one reduction of a step: all that ranks must know of each other before they step, added up in one row.
 
 Losses, signals, votes and metrics of hooks travel together. The host waits for the device here and nowhere else in a
-step.
+step: at once, or one step late (`[fault] check`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -73,6 +73,7 @@ class Agreed:
         metrics: by name, those of hooks.
         not_finite: by name, the ranks in words whose part of a metric is nan or infinite.
         unit_norms: gradient norms by unit, before clipping; empty if this step does not record them.
+        mark: the device has left this step out, see `Reduction.with_mark`.
     """
 
     losses: list[float]
@@ -86,6 +87,7 @@ class Agreed:
     metrics: Mapping[str, float]
     not_finite: Mapping[str, str]
     unit_norms: Mapping[str, float]
+    mark: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,83 @@ class StepResult:
     untrained: Untrained | None
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """A row that is being added up: the device has it, the host has not read it.
+
+    Attributes:
+        row: the sums, float64, on the device.
+        parts: the parts of the row, by name, for their lengths.
+        part: this rank's part.
+        copied: the row in memory of the host, and the event after which it is there. None: `read` waits for the device.
+    """
+
+    world: World
+    row: Tensor
+    parts: Mapping[str, Tensor]
+    part: OwnPart
+    metric_names: Sequence[str]
+    copied: tuple[Tensor, torch.Event] | None = None
+
+    @property
+    def loss(self) -> Tensor:
+        """The first of the losses, 0-d, on the device."""
+        return split(self.row, self.parts)["losses"][0] / self.world.dims.with_same_loss
+
+    @property
+    def is_wrong(self) -> Tensor:
+        """Whether the loss or a gradient norm is not finite: bool, 0-d, on the device."""
+        return ~self.loss.isfinite() | (split(self.row, self.parts)["flags"][0] > 0)
+
+    def with_mark(self, mark: Tensor) -> Reduction:
+        """The same with one more number in the row, `Agreed.mark`, and with a copy of it on its way to the host."""
+        parts = {**self.parts, "mark": mark.to(self.row.dtype).view(1)}
+        row = torch.cat([self.row, parts["mark"]])
+        if row.device.type == "cpu":
+            return replace(self, row=row, parts=parts)
+        on_host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+        on_host.copy_(row, non_blocking=True)
+        event = torch.Event(row.device)
+        event.record()
+        return replace(self, row=row, parts=parts, copied=(on_host, event))
+
+    def read(self, clock: StepClock) -> Agreed:
+        """The sums. The host waits for them."""
+        clock.to("communication")
+        with noted("wait for the loss", None):
+            clock.wait_begins()
+            row = self.row
+            if self.copied is not None:
+                row, event = self.copied
+                event.synchronize()
+            totals = split(row.tolist(), self.parts)
+            clock.wait_ends()
+        clock.to("host")
+        part = self.part
+        return Agreed(
+            losses=[loss / self.world.dims.with_same_loss for loss in totals["losses"]],
+            flags=totals["flags"][0],
+            norm=totals["norm"][0] if part.norm is not None else None,
+            data_seconds=max(totals["waits"]),
+            signal=int(_first_chosen(SIGNALS, totals["signals"]) or 0),
+            save_ended=totals["save_ended"][0] > 0,
+            stops_early=totals["stops_early"][0] > 0,
+            action=_first_chosen(ACTIONS, totals["actions"]),
+            metrics=means(self.metric_names, totals["sums"]),
+            not_finite=wrong_ranks(self.metric_names, totals["marks"], self.world.size),
+            unit_norms={} if part.norms is None else part.norms.by_unit(totals["norms"]),
+            mark=bool(totals.get("mark", [0.0])[0]),
+        )
+
+
 def agree(world: World, part: OwnPart, metric_names: Sequence[str], clock: StepClock | None = None) -> Agreed:
-    """Add the parts of all ranks up. Called by all ranks together. `clock`: of the step."""
+    """Add the parts of all ranks up, and read the sums. Called by all ranks together. `clock`: of the step."""
     clock = clock or StepClock()
+    return add_up(world, part, metric_names, clock).read(clock)
+
+
+def add_up(world: World, part: OwnPart, metric_names: Sequence[str], clock: StepClock) -> Reduction:
+    """Begin to add the parts of all ranks up. The host does not wait for a device. Called by all ranks together."""
     clock.to("communication")
     waits = [0.0] * world.size  # a rank adds to its own number alone, so the sum keeps them apart
     waits[world.rank] = part.data_seconds
@@ -130,29 +206,14 @@ def agree(world: World, part: OwnPart, metric_names: Sequence[str], clock: StepC
     row = torch.cat([*parts.values()])
     with noted("all-reduce of the loss", None):
         dist.all_reduce(row)
-        if part.norm is not None:
-            parts["norm"] = part.norm.to(row.device, row.dtype, non_blocking=True)[None]
-            row = torch.cat([row, parts["norm"]])
-        if part.norms is not None:
-            parts["norms"] = part.norms.norms.to(row.device, row.dtype, non_blocking=True)
-            row = torch.cat([row, parts["norms"]])
-        clock.wait_begins()
-        totals = split(row.tolist(), parts)
-        clock.wait_ends()
+    if part.norm is not None:
+        parts["norm"] = part.norm.to(row.device, row.dtype, non_blocking=True)[None]
+        row = torch.cat([row, parts["norm"]])
+    if part.norms is not None:
+        parts["norms"] = part.norms.norms.to(row.device, row.dtype, non_blocking=True)
+        row = torch.cat([row, parts["norms"]])
     clock.to("host")
-    return Agreed(
-        losses=[loss / world.dims.with_same_loss for loss in totals["losses"]],
-        flags=totals["flags"][0],
-        norm=totals["norm"][0] if part.norm is not None else None,
-        data_seconds=max(totals["waits"]),
-        signal=int(_first_chosen(SIGNALS, totals["signals"]) or 0),
-        save_ended=totals["save_ended"][0] > 0,
-        stops_early=totals["stops_early"][0] > 0,
-        action=_first_chosen(ACTIONS, totals["actions"]),
-        metrics=means(metric_names, totals["sums"]),
-        not_finite=wrong_ranks(metric_names, totals["marks"], world.size),
-        unit_norms={} if part.norms is None else part.norms.by_unit(totals["norms"]),
-    )
+    return Reduction(world, row, parts, part, metric_names)
 
 
 def split(row: Row, parts: Mapping[str, Sized]) -> dict[str, Row]:

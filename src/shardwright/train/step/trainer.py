@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +48,9 @@ from shardwright.train.step.loading import LoadedRun
 from shardwright.train.step.losses import Losses
 from shardwright.train.step.model_facts import ModelFacts
 from shardwright.train.step.numerics import detect, verifying
+from shardwright.train.step.numerics.fault import may_be_spike
 from shardwright.train.step.numerics.not_finite import check_rates
-from shardwright.train.step.reduction import Agreed, OwnPart, StepResult, agree
+from shardwright.train.step.reduction import Agreed, OwnPart, Reduction, StepResult, add_up
 from shardwright.train.step.saving.saves import Saves
 
 
@@ -84,6 +86,37 @@ class StepGradients(NamedTuple):
     again: Callable[[], Tensor]
 
 
+@dataclass(frozen=True)
+class StartedStep:
+    """A step whose work is queued on the device, and whose numbers the host has not read.
+
+    Attributes:
+        number: of the optimizer step, from 1.
+        data, gradients: its data, and the result of forward and backward.
+        first: its first sample.
+        faults: what this rank's hooks say about it.
+        reduction: what all ranks must know of it.
+        rate: of the optimizer's first group.
+        left_out: float32, 0-d, on the device: 1 if the device leaves this step out, or one before it, else 0. None: the
+            optimizer has not stepped, because the host reads the numbers first.
+        buffers: the model's buffers with copies from before forward.
+    """
+
+    number: int
+    data: StepData
+    gradients: StepGradients
+    faults: Sequence[Fault]
+    reduction: Reduction
+    rate: float
+    first: int
+    left_out: Tensor | None = None
+    buffers: Sequence[tuple[Tensor, Tensor]] = ()
+
+
+#: Steps of a session that are read before the next one begins, because hooks of the trainer note one of them.
+FIRST_STEPS = 4
+
+
 class Trainer:
     """A model in training on one rank. Every method is called by all ranks together."""
 
@@ -97,7 +130,7 @@ class Trainer:
     ) -> None:
         """`reads_weights`: begin with the model's stored weights, if any. Not for a run that `load` continues."""
         self.world = world
-        self.clock = clock_for(world.device, config.train.cuda_graph)
+        self.clock = clock_for(world.device, config.train.cuda_graph, config.fault.check == "before_step")
         config.train.accumulation_steps(world.data_size)
         self._set_data(config, dataset)
         config = self.config
@@ -124,6 +157,10 @@ class Trainer:
             self.forward_backward = sw.GraphedStep(self.model, self._forward_backward)
         self.position = Position(step=0, samples=0)
         self.recompiles = Recompiles()
+        #: The step after the one that `train_step` has returned, if it has begun; or the error with which it did not.
+        self._following: StartedStep | Exception | None = None
+        self._steps_begun = 0  #: in this session
+        self._leaves = False  #: whether a rank has asked for the end of the run
 
     def open_hooks(
         self, reporter: Reporter, trainer_hooks: Sequence[TrainerHook] = (), loaded: LoadedRun | None = None
@@ -168,6 +205,11 @@ class Trainer:
 
     # -- one step
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next step has begun, so that weights may be those after it."""
+        return self._following is not None
+
     def train_step(self, stop: StopRequest, save_ended: bool = False) -> StepResult:
         """Forward and backward over the step's micro-batches, then one optimizer step.
 
@@ -176,18 +218,92 @@ class Trainer:
         `save_ended`: this rank knows that a checkpoint in the background is written or has failed.
 
         With a fault the position stays, and so do the weights, unless the optimizer steps in backward.
+
+        With `fault.check = "after_step"` the next step has begun when this returns, see `is_ahead`, unless the state
+        after this one is needed. An error of the next step is raised in its own call.
+        """
+        here, begun, self._following = self.position, self._following, None
+        if isinstance(begun, Exception):
+            raise begun
+        ahead = self.config.fault.check == "after_step"
+        started = begun or self._start(stop, save_ended, on_device=ahead)
+        if ahead and self._goes_on_after(started.number):
+            self._following = self._begun_after(started, stop, save_ended)
+        agreed = started.reduction.read(self.clock)
+        if agreed.mark:
+            # The device has left it out, and what came after it. Done again, its numbers decide what the run does.
+            self._drop(started, here)
+            started = self._start(stop, save_ended, on_device=False)
+            agreed = started.reduction.read(self.clock)
+        return self._end(started, agreed)
+
+    def _goes_on_after(self, step: int) -> bool:
+        """Whether the next step may begin before the host knows the numbers of this one: not if the state after this
+        one is saved, validated, traced or recorded, and not if the run ends."""
+        config = self.config
+        periods = config.checkpoint.every, config.validation.every, config.validation.tasks_every
+        first, last = config.profile.steps or (0, 0)
+        recorded = any(step in (each - 1, each) for each in config.train.memory_snapshot)
+        return not (
+            step == config.train.steps
+            or self._leaves
+            or self._steps_begun < FIRST_STEPS
+            or any(every and step % every == 0 for every in periods)
+            or first - 1 <= step <= last
+            or recorded
+        )
+
+    def _begun_after(
+        self, before: StartedStep, stop: StopRequest, save_ended: bool
+    ) -> StartedStep | Exception:
+        """The step after one whose numbers are not known, or the error with which it failed: the step before it is
+        reported first."""
+        here, samples = self.position, before.first + self.config.train.global_batch
+        self.position = replace(here, step=before.number, samples=samples)
+        try:
+            return self._start(stop, save_ended, on_device=True, before=before)
+        except Exception as error:
+            return error
+        finally:
+            self.position = here
+
+    def _drop(self, started: StartedStep, position: Position) -> None:
+        """Leave no trace of steps that the device has left out: of this one, which began at a position, and of the one
+        after it."""
+        self._following, self.position = None, position
+        self.close()  # the next batch is that of the step again
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, values in started.buffers:
+                buffer.copy_(values)
+
+    def _start(
+        self,
+        stop: StopRequest,
+        save_ended: bool,
+        on_device: bool,
+        before: StartedStep | None = None,
+    ) -> StartedStep:
+        """Begin the step at the position, which is after the step `before` if that is not over. The position moves over
+        global batches without a trained token.
+
+        `on_device`: queue the optimizer's step, too. It changes nothing if numbers of this step or of `before` are
+        wrong.
         """
         step = self.position.step + 1
+        self._steps_begun += 1
         boards.begin_step(step)
-        stop.take_effect_after(step)
+        ends_after = step + (on_device and self._goes_on_after(step))
+        stop.take_effect_after(ends_after)
         data = self._next_data()
+        buffers = [(each, each.detach().clone()) for each in self.model.buffers()] if on_device else []
         self._set_rates(self.config.optimizer.rate(step - 1, self.config.train.steps))
         self.hooks.before_step(step)
         check_rates(self.optimizer, step)
         gradients = self._compute_gradients(data)
         faults = self.hooks.faults(StepInProgress(step, gradients.norm, gradients.shares[0]))
         # A signal from here on is answered in the next step, and this one's thread may print that at once.
-        stop.take_effect_after(step + 1)
+        stop.take_effect_after(ends_after + 1)
         part = OwnPart(
             shares=gradients.shares,
             flag=detect.flag(gradients.norm, self.world.device),
@@ -200,16 +316,49 @@ class Trainer:
             sums=self.hooks.metrics(step),
             norms=gradients.norms,
         )
-        agreed = agree(self.world, part, self.hooks.step_metrics, self.clock)
-        fault = self._fault(agreed, gradients, faults)
+        reduction = add_up(self.world, part, self.hooks.step_metrics, self.clock)
         rate = float(self.optimizer.param_groups[0]["lr"])  # as a hook may have set it
+        left_out = None
+        if on_device:
+            left_out = self._is_left_out(reduction, before)
+            reduction = reduction.with_mark(left_out)
+            self._step_optimizer(left_out)
+        first = self.position.samples
+        return StartedStep(step, data, gradients, faults, reduction, rate, first, left_out, buffers)
+
+    def _is_left_out(self, reduction: Reduction, before: StartedStep | None) -> Tensor:
+        """`StartedStep.left_out` of a step with these sums, after the step `before` if that is not over."""
+        settings, wrong = self.config.fault, reduction.is_wrong
+        if settings.on_spike != "ignore":
+            losses = self.world.figures(self.position.past.losses)
+            if before is not None:
+                losses = torch.cat([losses, before.reduction.loss[None]])
+            wrong = wrong | may_be_spike(reduction.loss, losses[-settings.spike_window :], settings)
+        if before is not None and before.left_out is not None:
+            wrong = wrong | before.left_out.bool()
+        return wrong.float()
+
+    def _end(self, started: StartedStep, agreed: Agreed) -> StepResult:
+        """The result of a step whose numbers the host has read, which has its optimizer step now if it had none."""
+        data = started.data
+        if data.untrained is not None and self.position.samples != started.first:
+            self.position = self.position.after_untrained(started.first, data.untrained.batches)
+        fault = None
+        if started.left_out is None:
+            fault = self._fault(agreed, started.gradients, started.faults)
+            if fault is None or agreed.norm is None:  # in backward most of it is done, and it ends here
+                self._step_optimizer()
+            self._free_gradients()
+        if fault is None:
+            batch, kept = self.config.train.global_batch, self.config.fault.losses_kept
+            self.position = self.position.after_step(batch, agreed.losses[0], kept)
+        boards.end_step(self.position.step + 1)
+        self._leaves = agreed.signal != 0 or agreed.stops_early
+        if started.number == 1 and self.config.train.compile == "none":
+            finetuning.check_called(self.model)
         loss, *others = agreed.losses
         auxiliary = dict(zip(self.losses.auxiliary, others, strict=True))
-        result = StepResult(agreed, loss, auxiliary, rate, fault, data.untrained)
-        self._apply_gradients(result)
-        if step == 1 and self.config.train.compile == "none":
-            finetuning.check_called(self.model)
-        return result
+        return StepResult(agreed, loss, auxiliary, started.rate, fault, data.untrained)
 
     def _next_data(self) -> StepData:
         """The data of the next step. The position moves over global batches without a trained token."""
@@ -262,21 +411,26 @@ class Trainer:
             fault = detect.fault_of_step(self.state, agreed, gradients.shares, gradients.again)
         return fault or detect.fault_of_hooks(self.state, agreed, votes)
 
-    def _apply_gradients(self, result: StepResult) -> None:
-        """Step the optimizer and move the position, unless the step has a fault. Gradients are freed."""
-        done = result.fault is None
-        if done or result.agreed.norm is None:  # in backward most of it is done, and it ends here
-            boards.at(boards.OPTIMIZER)
-            self.clock.to("optimizer")
+    def _step_optimizer(self, left_out: Tensor | None = None) -> None:
+        """Step the optimizer. Its step changes nothing if `left_out`, on the device, is 1."""
+        boards.at(boards.OPTIMIZER)
+        self.clock.to("optimizer")
+        flagged: Any = self.optimizer
+        if left_out is not None:
+            flagged.grad_scale, flagged.found_inf = None, left_out
+        try:
             self.optimizer.step()
-            float8.prepare_scales(self.model, self.config)
+        finally:
+            if left_out is not None:
+                del flagged.grad_scale, flagged.found_inf
+        float8.prepare_scales(self.model, self.config)
+        if left_out is not None:
+            self._free_gradients()
+
+    def _free_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.clock.to("host")
         boards.at(boards.OUTSIDE)
-        if done:
-            batch, kept = self.config.train.global_batch, self.config.fault.losses_kept
-            self.position = self.position.after_step(batch, result.loss, kept)
-        boards.end_step(self.position.step + 1)
 
     def _verified_if_due(self, *tensors: Tensor) -> Tensor:
         """Forward and backward of a step; twice if it is verified."""

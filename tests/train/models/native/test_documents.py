@@ -367,3 +367,18 @@ def test_edges_of_a_part_are_those_of_its_tokens(places: range) -> None:
         for number in range(len(of))
     ]
     assert lengths.tolist() == expected
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_edges_are_those_of_the_numbers(given: bool) -> None:
+    """Also for pairs of tokens, and without the last tokens of each sample, where no host counts documents again."""
+    whole = Documents(kit.documents())
+    if given:  # with documents without tokens at the end, as `of_pairs` makes them
+        padded = torch.nn.functional.pad(whole.edges, (0, 2), value=kit.documents().numel())
+        whole = Documents(kit.documents(), edges=padded)
+    pairs = whole.of_pairs()
+    shorter = pairs.before(kit.LENGTH - 1), whole.before(1), whole.before(kit.LENGTH - 3)
+    for documents in (whole, pairs, *shorter):
+        expected = Documents(documents.numbers_BS)
+        assert documents.lengths == expected.lengths
+        assert documents.edges.unique_consecutive().tolist() == expected.edges.tolist()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shardwright.train.models.native import hybrid
 from shardwright.train.models.native.hybrid import Block, MixtureOfExperts, imbalance
 from shardwright.train.models.native.scan import selective_scan
 from tests.train.kit.hybrid import TINY, tiny
@@ -128,8 +129,12 @@ def test_mamba_layer_equals_a_plain_computation() -> None:
     torch.testing.assert_close(found.double(), y @ w["out_proj.weight"].T, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize(("top_k", "shared"), [(1, 0), (2, 12), (5, 12)])
-def test_experts_equal_a_loop_over_tokens(top_k: int, shared: int) -> None:
+def test_experts_equal_a_loop_over_tokens(
+    top_k: int, shared: int, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "_has_grouped_kernel", lambda rows: kernel)
     experts = layer("E", top_k=top_k, shared_dim=shared).mixer
     assert isinstance(experts, MixtureOfExperts)
     x = torch.randn(2, 9, 16)
@@ -147,7 +152,11 @@ def test_experts_equal_a_loop_over_tokens(top_k: int, shared: int) -> None:
     torch.testing.assert_close(experts(x)[0], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_experts_that_no_token_chose_have_gradients_of_zero() -> None:
+@pytest.mark.parametrize("kernel", [True, False])
+def test_experts_that_no_token_chose_have_gradients_of_zero(
+    kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "_has_grouped_kernel", lambda rows: kernel)
     experts = layer("E", top_k=1).mixer
     assert isinstance(experts, MixtureOfExperts)
     x = torch.randn(1, 1, 16)

@@ -63,6 +63,8 @@ class NamedOptimizer:
         options: by key of `[optimizer.options]`, the defaults of what it has beside the section's keys.
         by_layer: whether it does the same for the parameters of each layer, so that a plan of many layers can be made
             from plans of few.
+        stays_on_flag: whether its step changes nothing, neither weights nor state, where its attribute ``found_inf`` is
+            1, a float32 tensor on the device, as ``torch.amp.GradScaler`` sets it.
     """
 
     name: str
@@ -74,6 +76,7 @@ class NamedOptimizer:
     any_gradients: bool = False
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     by_layer: bool = False
+    stays_on_flag: bool = False
 
     def __post_init__(self) -> None:
         blocks = isinstance(self.needs, int) and not isinstance(self.needs, bool) and self.needs >= 1
@@ -169,7 +172,7 @@ optimizers: Registry[NamedOptimizer] = Registry(
     "optimizers",
     NamedOptimizer,
     (
-        NamedOptimizer("adamw", "AdamW, torch's fused kernel.", _adamw, by_layer=True),
+        NamedOptimizer("adamw", "AdamW, torch's fused kernel.", _adamw, by_layer=True, stays_on_flag=True),
         NamedOptimizer(
             "adamw8bit", "AdamW with a quarter of the state's memory.", _adamw8bit, whole="blocks", any_gradients=True,
             by_layer=True,

@@ -288,6 +288,28 @@ def _longest(config: Sections) -> int | None:
     return config.model.shape().max_seq_len
 
 
+def _with_late_check(key: str, met: Callable[[Sections], bool], why: str) -> Conflict[Sections]:
+    """A job with `fault.check = "after_step"` that meets a condition about another key."""
+    return Conflict(
+        ("fault.check", key),
+        lambda c: c.fault.check == "after_step" and met(c),
+        f"expected 'before_step' with {key} = {{{key}!r}}, found 'after_step'; {why}",
+    )
+
+
+WITH_LATE_CHECK: tuple[tuple[str, Callable[[Sections], bool], str], ...] = (
+    (
+        "optimizer.name",
+        lambda c: not c.optimizer.entry.stays_on_flag,
+        'its step cannot be left out on the device, or set optimizer.name = "adamw"',
+    ),
+    ("optimizer.in_backward", lambda c: c.optimizer.in_backward, "it steps before any number is known"),
+    ("parallel.offload", lambda c: c.parallel.offload != "none", "the host takes part in each step"),
+    ("run.hooks", lambda c: bool(c.run.hooks), "hooks see the model after each step, before the next one"),
+    ("fault.verify_every", lambda c: c.fault.verify_every > 0, "the host waits for each comparison"),
+)
+
+
 BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
     Conflict(
         ("train.seq_len", "model.max_seq_len"),
@@ -313,6 +335,7 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "expected false with parallel.engine {parallel.engine!r}, found true; only steps of the engine "
         f"{engines_that(lambda engine: engine.captures_graphs)} can be captured",
     ),
+    *(_with_late_check(*row) for row in WITH_LATE_CHECK),
     *_rewinds("fault.on_non_finite"),
     *_rewinds("fault.on_spike"),
     Conflict(

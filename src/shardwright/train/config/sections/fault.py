@@ -45,6 +45,14 @@ class FaultConfig(Section):
             "as long. 0: no watch."
         ),
     )
+    check: Literal["before_step", "after_step"] = Field(
+        default="before_step",
+        description=(
+            "When the host reads the numbers of a step. before_step: between clipping and the optimizer's step. "
+            "after_step: one step late, so that the device need not wait for the host. The device itself leaves "
+            "weights and state unchanged by a step with wrong numbers. Losses are equal."
+        ),
+    )
     on_non_finite: Literal["stop", "skip", "rewind"] = Field(
         default="stop",
         description=(

@@ -30,6 +30,9 @@ class Batch:
     one text, and a position sees all before it."""
     positions: Tensor | None
     """int64 [B, S]: from 0 at the start of each document of the row. None as for `documents`."""
+    edges: Tensor | None = None
+    """int32 [documents of all rows + 1]: where each document begins among all B * S positions, then B * S. They are
+    made on the host, so that no forward waits for a device to count them. None as for `documents`."""
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The batch on a device. `non_blocking` as for `Tensor.to`; it needs pinned memory to have an effect."""
@@ -40,7 +43,7 @@ class Batch:
         return Batch(*(t if t is None else t.pin_memory() for t in self._tensors()))  # type: ignore[arg-type]
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
-        return self.inputs, self.targets, self.documents, self.positions
+        return self.inputs, self.targets, self.documents, self.positions, self.edges
 
 
 class Rows:
@@ -81,7 +84,15 @@ class Rows:
             torch.from_numpy(self._targets),
             None if self._documents is None else torch.from_numpy(self._documents),
             None if self._positions is None else torch.from_numpy(self._positions),
+            None if self._documents is None else torch.from_numpy(_edges(self._documents)),
         )
+
+
+def _edges(documents: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Where each document begins among the positions of all rows, and their number: int32."""
+    begins = np.ones(documents.shape, bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return np.append(np.flatnonzero(begins), documents.size).astype(np.int32)
 
 
 def _plain(row: Any) -> Any:

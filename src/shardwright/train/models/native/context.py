@@ -73,9 +73,11 @@ def check_hybrid(shape: HybridConfig, config: Config) -> None:
         )
 
 
-def _documents_in(split: Split, documents_BS: Tensor | None, tokens_BS: Tensor) -> Documents | None:
+def _documents_in(
+    split: Split, documents_BS: Tensor | None, tokens_BS: Tensor, edges: Tensor | None
+) -> Documents | None:
     """The documents of the whole samples."""
-    return documents_of(documents_BS, tokens_BS.repeat(1, split.ranks if split.divides else 1))
+    return documents_of(documents_BS, tokens_BS.repeat(1, split.ranks if split.divides else 1), edges)
 
 
 def _attend(

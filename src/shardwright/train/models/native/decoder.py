@@ -81,9 +81,11 @@ class Decoder(LanguageModel):
             )
         return length
 
-    def documents_in(self, documents_BS: Tensor | None, tokens_BS: Tensor) -> Documents | None:
-        """The Documents of the argument `documents` of forward."""
-        return documents_of(documents_BS, tokens_BS)
+    def documents_in(
+        self, documents_BS: Tensor | None, tokens_BS: Tensor, edges: Tensor | None
+    ) -> Documents | None:
+        """The Documents of the arguments `documents` and `edges` of forward."""
+        return documents_of(documents_BS, tokens_BS, edges)
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -27,7 +27,7 @@ from shardwright.train.models.native.decoder import (
 )
 from shardwright.train.models.native.llama import Attention
 from shardwright.train.models.native.mamba import Mamba2
-from shardwright.train.models.packed import IGNORED, Documents, whole
+from shardwright.train.models.packed import IGNORED, Documents, capability_of, whole
 
 __all__ = ["HYBRID_PRESETS", "Extras", "Hybrid", "HybridConfig"]
 
@@ -125,8 +125,23 @@ def through_experts(rows_RD: Tensor, expert_R: Tensor, up_EDF: Tensor, down_EFD:
     """Each row through the expert of its number; rows are sorted by it."""
     numbers = torch.arange(up_EDF.shape[0], device=expert_R.device)
     ends = torch.searchsorted(expert_R, numbers, right=True, out_int32=True)
-    hidden = F.relu(F.grouped_mm(rows_RD, up_EDF.to(rows_RD.dtype), offs=ends)).square()
-    return F.grouped_mm(hidden, down_EFD.to(rows_RD.dtype), offs=ends)
+    up_EDF, down_EFD = up_EDF.to(rows_RD.dtype), down_EFD.to(rows_RD.dtype)
+    if _has_grouped_kernel(rows_RD):
+        hidden = F.relu(F.grouped_mm(rows_RD, up_EDF, offs=ends)).square()
+        return F.grouped_mm(hidden, down_EFD, offs=ends)
+    # Without a kernel `grouped_mm` reads the ends in each product, twice here and four times in backward. One read.
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    experts = zip(rows_RD.split(counts), up_EDF.unbind(), down_EFD.unbind(), strict=True)
+    return torch.cat([F.relu(rows @ up).square() @ down for rows, up, down in experts])
+
+
+def _has_grouped_kernel(rows: Tensor) -> bool:
+    """Whether `grouped_mm` of these rows reads the ends of groups where they are. It does on the CPU, and on a GPU of
+    compute capability 8.0 or more in bfloat16. Plans have no values to read, nor does a block that is compiled."""
+    if rows.device.type in ("cpu", "meta") or torch.compiler.is_compiling():
+        return True
+    supported = rows.device.type == "cuda" and capability_of(rows.device.index) >= (8, 0)
+    return supported and rows.dtype == torch.bfloat16
 
 
 def imbalance(probability_BSE: Tensor, expert_BSK: Tensor, documents: Documents | None = None) -> Tensor:
@@ -326,6 +341,7 @@ class Hybrid(Decoder):
         extras: bool = False,
         documents: Tensor | None = None,
         positions: Tensor | None = None,
+        edges: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Extras]:
         """Logits [B, S, V] in the compute dtype for token numbers [B, S] (int64), S at most `max_seq_len`.
 
@@ -334,7 +350,7 @@ class Hybrid(Decoder):
         no layer knows positions.
         """
         length = self.length_of(tokens_BS)
-        packed = self.documents_in(documents, tokens_BS)
+        packed = self.documents_in(documents, tokens_BS, edges)
         embedded_BSD = self.tok_embeddings(tokens_BS)
         x_BSD, uneven = _through(self.layers, embedded_BSD, packed)
         if not extras:

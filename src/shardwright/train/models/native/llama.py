@@ -160,6 +160,7 @@ class Llama(Decoder):
         extras: bool = False,
         documents: Tensor | None = None,
         positions: Tensor | None = None,
+        edges: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, None]:
         """Logits [B, S, V] in the compute dtype for token numbers [B, S] (int64), S at most `max_seq_len`.
 
@@ -167,7 +168,7 @@ class Llama(Decoder):
         default those of each token in its document. There are no `extras`: None is returned beside the logits.
         """
         length = self.length_of(tokens_BS)
-        packed = self.documents_in(documents, tokens_BS)
+        packed = self.documents_in(documents, tokens_BS, edges)
         if positions is None and packed is not None:
             positions = packed.ages_BS
         # A position is a row of the tables, the first `length` of them in turn without positions.

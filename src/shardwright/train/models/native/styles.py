@@ -204,7 +204,9 @@ def _exchanged_counts(
     expert_R: Tensor, ranks: int, experts: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """The rows that go from here to each expert, and come from each rank to each one here: [ranks, experts of one]."""
-    leaving = torch.bincount(expert_R, minlength=ranks * experts).view(ranks, experts)
+    # `torch.bincount` would make the host wait, and rows are sorted by their experts.
+    numbers = torch.arange(ranks * experts, device=expert_R.device)
+    leaving = torch.searchsorted(expert_R, numbers, right=True).diff(prepend=numbers[:1]).view(ranks, experts)
     coming = torch.empty_like(leaving)
     with noted("all-to-all of counts", group, coming.nbytes):
         dist.all_to_all_single(coming, leaving, group=group)

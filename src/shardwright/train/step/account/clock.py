@@ -178,9 +178,16 @@ class DeviceClock(StepClock):
             self._around = None
 
 
-def clock_for(device: torch.device, cuda_graph: bool = False) -> StepClock:
-    """The clock of steps on this device. ``cuda_graph``: forward and backward are in a graph."""
-    if device.type != "cuda":
+def clock_for(device: torch.device, cuda_graph: bool = False, reads_each: bool = True) -> StepClock:
+    """The clock of steps on this device.
+
+    Args:
+        device: the device.
+        cuda_graph: whether forward and backward are in a graph.
+        reads_each: whether the host reads the numbers of a step before it queues the next one. If not, events of the
+            device are not over where a step ends, and the parts are those of the host's time.
+    """
+    if device.type != "cuda" or not reads_each:
         return StepClock()
     return DeviceClock(lambda: torch.cuda.Event(enable_timing=True), not cuda_graph)
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.errors import JobError
 
@@ -21,6 +24,23 @@ def is_spike(loss: float, before: Sequence[float], settings: FaultConfig) -> boo
     if settings.on_spike == "ignore" or len(before) < settings.spike_window // 2:
         return False
     return loss > spike_limit(before, settings.spike_sigmas)
+
+
+def may_be_spike(loss: Tensor, before: Tensor, settings: FaultConfig) -> Tensor:
+    """Whether `is_spike` may hold, on the device and without a wait of the host: bool, 0-d.
+
+    It holds for all spikes, and for losses just below the limit, because sums are rounded in another order here.
+    `before`: float64 [losses].
+    """
+    if settings.on_spike == "ignore" or len(before) < settings.spike_window // 2:
+        return torch.zeros_like(loss, dtype=torch.bool)
+    mean = before.mean()
+    limit = mean + settings.spike_sigmas * before.std()
+    return loss > limit - ROUNDING * (limit.abs() + mean.abs())
+
+
+ROUNDING = 1e-9
+"""The difference of two sums of the same losses in float64, as a part of them: far more than it can be."""
 
 
 def spike_limit(before: Sequence[float], sigmas: float) -> float:
