@@ -16,6 +16,7 @@ from shardwright.engine.tensors.ragged import RaggedTensor, part_of
 from shardwright.engine.tensors.ragged_spec import RaggedSpec
 from shardwright.engine.tensors.sharded_tensor import as_sharded
 from shardwright.optim.blocks import block_spec
+from shardwright.optim.needs import name_of
 
 SHARDED = (DTensor, RaggedTensor)
 
@@ -83,13 +84,13 @@ def _local_state(key: str, value: Any, p: DTensor | RaggedTensor, optimizer: Opt
     if isinstance(value, DTensor):
         if value.placements != p.placements:
             raise ValueError(
-                f"Optimizer state {key!r} is placed {value.placements}, but its parameter {p.placements}. Load "
-                "optimizer state that is sharded like the model."
+                f"Optimizer state {key!r} of parameter {name_of(p)} is placed {value.placements}, but the parameter "
+                f"{p.placements}. Load optimizer state that is sharded like the model."
             )
         return local_of(value)
     if isinstance(value, torch.Tensor) and value.ndim and value.shape == p.shape:
         raise ValueError(
-            f"Optimizer state {key!r} of shape {tuple(value.shape)} is a plain tensor, but its parameter is sharded. "
+            f"Optimizer state {key!r} of parameter {name_of(p)} is a plain tensor, but its parameter is sharded. "
             "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
         )
     return value
