@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -164,3 +166,18 @@ def test_gloo_over_the_memory_of_an_accelerator(rank: int, world_size: int, dtyp
         both = torch.full((2,), float(rank), dtype=dtype)
         comm.all_reduce(both, division)
         assert both.tolist() == pytest.approx([(world_size - 1) / 2] * 2, rel=1e-3)
+
+
+def test_a_collective_that_runs_at_the_end_of_the_interpreter_is_left_alone() -> None:
+    """The driver of a device may have ended before it, so that a call of it would raise."""
+    program = """
+from shardwright.comm.collectives import Pending
+
+class Ended:
+    def join(self, mark):
+        raise RuntimeError("driver shutting down")
+
+pending = Pending(Ended(), None, None, keep=object())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "driver shutting down" not in ended.stderr

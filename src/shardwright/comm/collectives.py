@@ -6,6 +6,7 @@ A :class:`Communicator` moves bytes for one process group on one device. It know
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -51,9 +52,11 @@ class Pending:
         self._keep = keep
         self._finish = finish
 
-    def __del__(self) -> None:
-        # A model may be collected while this runs. Its memory must not be used again before the end.
-        if getattr(self, "_keep", None) is not None:  # an interrupt may come inside __init__
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A model may be collected while this runs. Its memory must not be used again before the end. When the
+        # interpreter ends nobody uses it again, and the device's driver may have ended already, so that a call raises.
+        # `ends` is an argument because names of the module may be gone by then.
+        if getattr(self, "_keep", None) is not None and not ends():  # an interrupt may come inside __init__
             self._streams.join(self._mark)
 
     @property

@@ -47,6 +47,10 @@ BESIDE: dict[tuple[str, int], dict[str, int]] = {
 }
 
 
+@pytest.mark.extensive(
+    "each kind of job",
+    but=("dense-1ranks", "muon-2ranks", "mixture of packed documents-2ranks", "experts on ranks-2ranks"),
+)
 @on_sim(1, 2)
 @pytest.mark.parametrize("name", JOBS)
 def test_the_host_waits_in_a_step_at_named_places_alone(rank: int, world_size: int, name: str) -> None:

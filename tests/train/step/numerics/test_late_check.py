@@ -25,6 +25,15 @@ def twice_wrong(job: Trainer, sums: torch.Tensor) -> torch.Tensor:
     return sums * math.nan if job.position.samples in (6 * G, 7 * G) else sums
 
 
+def wrong_and_moving(job: Trainer, sums: torch.Tensor) -> torch.Tensor:
+    """A step with a wrong loss, and a buffer that each forward changes and uses."""
+    model: Any = job.model
+    if not hasattr(model, "moving"):
+        model.register_buffer("moving", torch.ones(()), persistent=False)
+    model.moving.mul_(1.001)
+    return sums * model.moving.clone() * (math.nan if job.position.samples == 7 * G else 1.0)
+
+
 #: A plant, and keys of `[fault]`.
 RUNS: dict[str, tuple[Plant | None, dict[str, Any]]] = {
     "clean": (None, {}),
@@ -32,6 +41,7 @@ RUNS: dict[str, tuple[Plant | None, dict[str, Any]]] = {
     "skip": (on_samples(7 * G, math.nan), {"on_non_finite": "skip"}),
     "skip twice": (twice_wrong, {"on_non_finite": "skip"}),
     "rewind": (on_samples(7 * G, math.inf), {"on_non_finite": "rewind"}),
+    "moving buffers": (wrong_and_moving, {"on_non_finite": "skip"}),
     "one rank": (on_samples(7 * G, math.nan, rank=0), {"on_non_finite": "skip"}),
     "skip of the last step": (on_samples((STEPS - 1) * G, math.nan), {"on_non_finite": "skip"}),
     "spike": (on_samples(7 * G, 3.0), {"on_spike": "skip", "spike_window": 8}),
@@ -84,7 +94,7 @@ def check_run(name: str, folder: Path, rank: int, world_size: int, engine: str =
 
 
 #: The runs of `make test`.
-CENTRAL = ("clean", "skip", "spike, rewind")
+CENTRAL = ("clean", "moving buffers", "spike, rewind")
 
 
 @multirank(2)
