@@ -89,6 +89,23 @@ def test_one_wrong_neighbour_is_no_obstacle() -> None:
     assert best is not None and best.seconds == 1.0
 
 
+@pytest.mark.parametrize("filling, planned", [(1.1, 4), (2.0, 3)], ids=["a little", "far"])
+def test_no_neighbour_that_takes_more_than_a_point_far_above_the_device(filling: float, planned: int) -> None:
+    """The first value of the first axis does not fit, which the point with the smaller second value shows."""
+    fillings = {(0, 0): filling + 0.1, (0, 1): filling, (1, 0): 0.9, (1, 1): 0.8}
+    points: list[tuple[int, ...]] = []
+
+    def plan(keys: Keys) -> Later:
+        point = at(keys)
+        points.append(point)
+        fits = fillings[point] <= 1  # type: ignore[index]
+        return lambda: Found(keys, fits, int(100 * fillings[point]), sum(point), filling=fillings[point])  # type: ignore[index]
+
+    best = fastest(search(grid((2, 2)), plan))
+    assert best is not None and at(best.keys) == (1, 0)
+    assert len(points) == planned and ((0, 0) in points) == (planned == 4)
+
+
 # -- further settings
 
 

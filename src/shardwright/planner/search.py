@@ -27,6 +27,11 @@ NEAR = (
 )
 
 
+#: Times the device's room that a plan needs, from which on no point that takes more memory by the order of the values
+#: is planned, not even beside the fastest one.
+FAR = 1.2
+
+
 class Axis(NamedTuple):
     """A setting, with its values in order: each takes no more memory than the one before, and is hardly faster.
 
@@ -52,6 +57,7 @@ class Found(NamedTuple):
         barely: whether it fits with less room than the plan may be off.
         lacks_host: whether the host has too little memory.
         is_padded: whether a rank has much more of the weights than its part.
+        filling: reserved bytes as a part of the device's room.
     """
 
     keys: Keys
@@ -61,6 +67,7 @@ class Found(NamedTuple):
     barely: bool = False
     lacks_host: bool = False
     is_padded: bool = False
+    filling: float = 0.0
 
 
 def search_widely(
@@ -191,7 +198,8 @@ def search(axes: Sequence[Axis], plan: Plan, width: int = 1) -> list[Found]:
     """Plans of points, among them the fastest that fits if the order of the values holds; in the order of planning.
 
     The neighbours of the fastest point are planned too, so that it is not missed where an order does not hold by one
-    value. Plans are read in the order in which they began, so that the same points are planned each time.
+    value. Those that take more memory than a point far above the device's are left out. Plans are read in the order in
+    which they began, so that the same points are planned each time.
 
     Args:
         axes: the grid.
@@ -227,7 +235,10 @@ def search(axes: Sequence[Axis], plan: Plan, width: int = 1) -> list[Found]:
             for step in (1, -1)
             if 0 <= at[i] + step < sizes[i]
         ]
-        new = [point for point in near if point not in found]
+        far = [point for point, each in found.items() if each is not None and each.filling > FAR]
+        new = [
+            point for point in near if point not in found and not any(_larger(axes, point, p) for p in far)
+        ]
         if not new:
             break
         for point in new:

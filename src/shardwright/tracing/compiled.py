@@ -122,6 +122,13 @@ class _HollowGraph:
         for node, number in last.items():
             if node not in kept:
                 self._dying.setdefault(number, []).append(node)
+        # A graph runs many times, so what its nodes say is looked up once.
+        self._lines = {node: _line(node) for node in nodes}
+        self._targets = {node: _PLAIN.get(name_of(node), node.target) for node in nodes}
+        self._words = {node: _in_words(node) for kernel in self._kernels for node in kernel.stored}
+        self._names = [
+            f"fused_{'_'.join(dict.fromkeys(map(name_of, kernel.nodes)))}" for kernel in self._kernels
+        ]
 
     def __call__(self, arguments: list[Any]) -> Any:
         values: dict[Node, Any] = dict(zip(self._inputs, arguments, strict=True))
@@ -130,11 +137,11 @@ class _HollowGraph:
             del values[node]
         for number, kernel in enumerate(self._kernels):
             if kernel.stored:
-                self._take(kernel, values)
+                self._take(kernel, self._names[number], values)
             else:
                 (node,) = kernel.nodes
                 events = self._graphs.events
-                events.line = _line(node)
+                events.line = self._lines[node]
                 try:
                     values[node] = self._run(node, values)
                 finally:
@@ -148,7 +155,7 @@ class _HollowGraph:
     def _run(self, node: Node, values: dict[Node, Any]) -> Any:
         if node.op == "get_attr":
             return getattr(self._graph, str(node.target))
-        target: Any = _PLAIN.get(name_of(node), node.target)
+        target: Any = self._targets[node]
         arguments = _mapped(node.args, lambda each: self._value(each, values))
         options = _mapped(node.kwargs, lambda each: self._value(each, values))
         return target(*arguments, **options)
@@ -157,7 +164,7 @@ class _HollowGraph:
         """The value of a node: there, or a view of one that is."""
         return values[node] if node in values else self._run(node, values)
 
-    def _take(self, kernel: Kernel, values: dict[Node, Any]) -> None:
+    def _take(self, kernel: Kernel, name: str, values: dict[Node, Any]) -> None:
         """Take memory for the results of a kernel."""
         events = self._graphs.events
         for node in kernel.stored:
@@ -169,15 +176,13 @@ class _HollowGraph:
                     made = hollow.untouched(tuple(like.shape), like.stride(), like.dtype)
                 if made.untyped_storage().nbytes() <= hollow.SMALL:
                     made.zero_()  # somebody may read it
-            what = f"{name_of(node)} {str(like.dtype).removeprefix('torch.')} {list(like.shape)}"
-            events.know(made, what, _line(node), BY_LIFE)
+            events.know(made, self._words[node], self._lines[node], BY_LIFE)
             events.contents.note_unknown(made)
             values[node] = made
         read = [values[node] for node in kernel.reads if isinstance(values.get(node), Tensor)]
         written = [values[node] for node in kernel.stored]
-        names = "_".join(dict.fromkeys(map(name_of, kernel.nodes)))
         events.kernel(
-            f"fused_{names}",
+            name,
             sum(each.numel() * each.element_size() for each in (*read, *written)),
             tuple(tuple(each.shape) for each in (*read[:4], *written[:1])),
             str(written[0].dtype).removeprefix("torch."),
@@ -192,6 +197,12 @@ def _mapped(tree: Any, function: Callable[[Node], Any]) -> Any:
     if isinstance(tree, dict):
         return {key: _mapped(each, function) for key, each in tree.items()}
     return tree
+
+
+def _in_words(node: Node) -> str:
+    """Return the operation of a node, with the dtype and the shape of its result."""
+    like: Tensor = node.meta["val"]
+    return f"{name_of(node)} {str(like.dtype).removeprefix('torch.')} {list(like.shape)}"
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

@@ -7,10 +7,12 @@ a result without content. So addresses, storages, version counters and graph hoo
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import mmap
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +39,8 @@ NUMBERS = 64 << 20
 #: Reads of unknown values by one line in a row, after which it must be a loop that waits for a value.
 READS = 10_000
 _NO_RESERVE = 0x4000  #: MAP_NORESERVE, which Python's mmap does not name
+MAPPED = 1 << 20  #: bytes of a block from which on it is no part of the heap, see `map_large_blocks`
+_M_MMAP_THRESHOLD = -3  #: of malloc.h
 _OF_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.bool)
 #: Operations that touch no memory, beside views.
 _AS_THEY_ARE = frozenset(
@@ -441,6 +445,16 @@ def untouched(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 def unallocated(nbytes: int) -> torch.UntypedStorage:
     """Return a storage of so many bytes whose memory nobody touches, also if this machine has less."""
     return _addresses(nbytes, f"{nbytes:,} bytes").untyped_storage()
+
+
+def map_large_blocks() -> None:
+    """Let the C library give back the addresses of hollow tensors when they are freed, for the rest of this process.
+
+    glibc soon takes blocks of up to 32 MiB from the heap. Small objects then come to lie in the gaps between hollow
+    tensors, which nobody touched before, so each trace of a search would make the process larger.
+    """
+    with suppress(AttributeError, OSError):  # of other C libraries
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MAPPED)
 
 
 def _addresses(nbytes: int, words: str) -> Tensor:

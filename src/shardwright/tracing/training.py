@@ -107,6 +107,7 @@ class Training:
                     "makes its state in the first one, so the second one needs more memory"
                 )
 
+    @torch.no_grad()
     def claim(self) -> None:
         """Say which blocks have parameters, buffers and the states of optimizers."""
         names: dict[Any, str] = {}
@@ -116,7 +117,7 @@ class Training:
             plain = (
                 (name, each)
                 for name, tensor in named
-                for each in plain_tensors(tensor.detach())
+                for each in plain_tensors(tensor)
                 if each.ndim or not tensor.ndim  # without scales of weights in float8
             )
             self._recorder.claim("parameters", plain)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from shardwright.page.plan import losses_of, plan_page
 from shardwright.planner import cache
 from shardwright.planner.allocator import Rules
+from shardwright.planner.cycles import one_collection
 from shardwright.planner.devices import Device
 from shardwright.planner.search import (
     Found,
@@ -293,6 +294,7 @@ class _Shown:
             to_stderr(text)
 
 
+@one_collection()
 def planned(job: PlannedJob, device: Device, rules: Rules, caches: bool, keys: Keys) -> _Result:
     """The plan of some settings. None: they do not go together. A text: an error, which ends no search."""
     try:
@@ -318,7 +320,10 @@ def found_of(keys: Keys, verdict: Verdict, seconds: float) -> Found:
     """
     barely = verdict.answer == "barely" and verdict.left >= 0
     reserved = verdict.unlimited.reserved
-    return Found(keys, verdict.answer == "yes", reserved, seconds, barely, verdict.needs_more_host)
+    filling = reserved / max(1, reserved + verdict.left)
+    return Found(
+        keys, verdict.answer == "yes", reserved, seconds, barely, verdict.needs_more_host, filling=filling
+    )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Literal
 from shardwright.page.plan import plan_page
 from shardwright.planner import cache
 from shardwright.planner.allocator import Rules, with_setting
+from shardwright.planner.cycles import search_all
 from shardwright.planner.devices import Device
 from shardwright.planner.program import Program
 from shardwright.planner.speed import in_time, speed_of
@@ -139,6 +140,7 @@ def end_search() -> None:
     """End what `begin_search` has begun. PyTorch may not have been imported, since all plans were kept."""
     global _searches
     _searches = False
+    search_all()
     if (programs := sys.modules.get(PROGRAMS)) is not None:
         programs.close_search()
 
@@ -151,8 +153,10 @@ def program_of(
     program = cache.load(key) if key is not None else None
     if program is None:
         from shardwright._torch import log_errors_alone
+        from shardwright.tracing.hollow import map_large_blocks
         from shardwright.train.planning import programs
 
+        map_large_blocks()
         log_errors_alone()  # what torch says of code that it only traces is for runs
         if _searches:
             programs.open_search()

@@ -1,0 +1,29 @@
+"""Python's search for cycles around work that repeats."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from shardwright.planner.cycles import one_collection, search_all
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_cycles_of_one_context_are_gone_after_it_and_the_first_ones_objects_are_not_searched_again() -> None:
+    seen: list[weakref.ref[_Cycle]] = []
+    before = gc.get_freeze_count()
+    try:
+        for _ in range(2):
+            with one_collection():
+                assert not gc.isenabled()
+                seen.append(weakref.ref(_Cycle()))
+            assert gc.isenabled()
+            assert seen[-1]() is None
+            assert gc.get_freeze_count() > before
+    finally:
+        search_all()
+    assert gc.get_freeze_count() == 0
