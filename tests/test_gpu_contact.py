@@ -228,3 +228,15 @@ def test_the_parts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     without = {each.name: each.verdict for each in gpu.stages("cuda", False, [])[3]}
     assert without["tests"] == "not tried: this Python has no pytest"
     assert without["trainer"].startswith("not tried: it needs matplotlib, psutil, pydantic, rich")
+
+
+@pytest.mark.parametrize("name", ["graph-arena", "nccl-waits"])
+def test_parts_need_pytorch_alone(name: str) -> None:
+    """The machine of a first contact has few packages, and perhaps no pytest."""
+    path = str(ROOT / "tools" / "gpu_parts.py")
+    program = "import runpy, sys; sys.modules['pytest'] = None; sys.argv[:] = sys.argv[1:]"
+    program += "; runpy.run_path(sys.argv[0], run_name='__main__')"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    command = [sys.executable, "-c", program, path, name, "--device", "cpu"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and '"found"' in done.stdout, done.stdout + done.stderr

@@ -224,7 +224,7 @@ def test_an_optimizer_that_could_not_begin_its_step_is_unchanged(rank: int, worl
     good = optimizer.state[last]["momentum_buffer"]
     optimizer.state[last]["momentum_buffer"] = good.full_tensor()
     with pytest.raises(
-        ValueError, match="parameter .* of .* is a plain tensor, but its parameter is sharded"
+        ValueError, match=r"parameter .* of .* is a plain tensor, but its parameter is sharded"
     ):
         optimizer.step()
     assert optimizer.param_groups[0]["params"][0] is next(iter(model.parameters()))

@@ -20,18 +20,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.support import worker
 from tests.support.worker import Case, Reply, Seat, seed_all
+
+with suppress(ModuleNotFoundError):  # `make gpu` imports this package also where only PyTorch is installed
+    import pytest
 
 __all__ = ["CaseFailed", "CaseSkipped", "WorkerPools", "forkserver", "multirank", "seed_all", "world_mesh"]
 

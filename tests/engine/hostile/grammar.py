@@ -197,9 +197,15 @@ def legal(program: Program) -> Program:
             change["micros"] = "two, held"
     # Such hooks run once for each reduction; those of a plain model run once for each backward of each rank.
     late = program.micros == "two, late" and program.strategy in ("ddp", "zero1", "hsdp", "hfsdp")
+    penalty = program.capture != "no" and program.captured_use.startswith(
+        "penalty"
+    )  # its gradient comes apart
     backwards_inside = any(u.use == "twice" and u.checkpoint == "reentrant" for u in program.units)
     if program.gradients == "hook after" and (
-        late or backwards_inside or program.read in ("later", "before", "twice", "inside", "after gradient")
+        late
+        or backwards_inside
+        or penalty
+        or program.read in ("later", "before", "twice", "inside", "after gradient")
     ):
         change["gradients"] = "hook scales"
     if program.capture == "ids" and program.captured_use == "forward":

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardwright.comm import Communicator
-from tests.engine.kit.training import units_of
+from tests.engine.kit.models import units_of
 from tests.support.replay import CpuGraphs
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from shardwright.engine.assembly.find import UNIT
 
 
 class Block(nn.Module):
@@ -108,3 +109,8 @@ class Reference:
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def units_of(model: nn.Module) -> list[Any]:
+    """The units of a sharded model, in the order of its modules."""
+    return list(dict.fromkeys(u for m in model.modules() if (u := getattr(m, UNIT, None)) is not None))

@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import shardwright as sw
-from shardwright.engine.assembly.find import UNIT
 from shardwright.engine.tensors.ragged import RaggedDTensor, RaggedTensor
-from tests.engine.kit.models import Model, Reference, build, loss_of, shard, tokens
+from tests.engine.kit.models import Model, Reference, build, loss_of, shard, tokens, units_of
 from tests.engine.kit.places import On
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -24,10 +23,6 @@ UNITS = 4  #: of what `sharded` makes
 def sharded(at: On, plain: Model | None = None, **options: Any) -> Model:
     """Two blocks, a list of the last norm and the head, and the rest: four units."""
     return shard(plain or build(), head_unit=True, mesh=at.mesh, strategy=at.strategy, **options)
-
-
-def units_of(model: nn.Module) -> list[Any]:
-    return list(dict.fromkeys(u for m in model.modules() if (u := getattr(m, UNIT, None)) is not None))
 
 
 def modules_of(model: nn.Module) -> list[sw.FSDPModule]:
