@@ -90,7 +90,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     """`shardwright plan`: status, stdout, and stderr without the progress, which only slow plans show."""
     status = cli.main(["plan", *arguments])
     out, err = capsys.readouterr()
-    return status, out, "".join(line for line in err.splitlines(True) if not line.startswith("planning: "))
+    return status, out, "\n".join(line for line in err.split("\n") if not line.startswith("planning: "))
 
 
 def test_the_settings_that_are_tried() -> None:

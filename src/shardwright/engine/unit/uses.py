@@ -144,6 +144,13 @@ def finish_reduction(unit: Unit) -> None:
         step_if_due(unit)
 
 
+def step_if_due(unit: Unit) -> None:
+    """Step the unit if it is due, because no more gradients come in this backward, and no running call reads it."""
+    stepping = unit.stepping
+    if stepping is not None and stepping.due and not unit.activity.calls and not unit.gradients.arriving:
+        stepping.run(unit)
+
+
 def expect_penalties(unit: Unit) -> None:
     """At the end of backward, let a unit be stepped whose gradients came from penalties alone: nothing was reduced.
 
@@ -159,13 +166,6 @@ def expect_penalties(unit: Unit) -> None:
         gradients = [p.grad for p in unit.weights.forms.shardeds]
     if any(g is not None and not isinstance(g, SteppedGradient) for g in gradients):
         stepping.expect(unit, True, root.clock.begun)
-
-
-def step_if_due(unit: Unit) -> None:
-    """Step the unit if it is due, because no more gradients come in this backward, and no running call reads it."""
-    stepping = unit.stepping
-    if stepping is not None and stepping.due and not unit.activity.calls and not unit.gradients.arriving:
-        stepping.run(unit)
 
 
 def land(unit: Unit) -> None:

@@ -21,7 +21,6 @@ import rich.progress  # noqa: F401  # every rank needs it: where it is missing, 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
 
-from shardwright._torch import has_expandable_segments
 from shardwright.train.config import Config
 from shardwright.train.launch.environment import (
     ATTEMPT_VARIABLE,
@@ -172,8 +171,6 @@ def environment(rank: int, attempt: Attempt, port: int, folder: RunFolder) -> di
     if "OMP_NUM_THREADS" not in os.environ:
         # Each rank would claim all cores, also for the work of the host beside a GPU.
         variables["OMP_NUM_THREADS"] = max(1, (os.cpu_count() or 1) // ranks)
-    if has_expandable_segments() and "NCCL_GRAPH_REGISTER" not in os.environ:
-        variables["NCCL_GRAPH_REGISTER"] = 0  # graphs would register memory that the allocator may move
     return {name: str(value) for name, value in variables.items()}
 
 

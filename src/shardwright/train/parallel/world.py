@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright._torch import use_one_gloo_thread
+from shardwright._torch import has_expandable_segments, use_one_gloo_thread
 from shardwright.comm.groups import make_mesh
 from shardwright.comm.noted import noted
 from shardwright.context import Split
@@ -152,6 +152,10 @@ def join_world(config: Config, store: dist.Store | None = None) -> Iterator[Worl
         options["device_id"] = device
     use_one_gloo_thread()
     # gloo beside NCCL: checkpoints exchange plain objects, which need not pass through the GPU.
+    if kind != "cpu" and has_expandable_segments():
+        os.environ.setdefault(
+            "NCCL_GRAPH_REGISTER", "0"
+        )  # else graphs register memory that the allocator moves
     dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", **options)
     try:
         yield World.of(config.parallel, rank, size, device)
