@@ -22,8 +22,9 @@ from benchmarks.gpu_rows.rows import Row, Variant
 
 GRACE = 10.0
 """Seconds that the other ranks get to end by themselves when one has failed, and all of them after the deadline."""
-ONE_TURN = 0.6
-"""The part of the processes' time that one variant may take before it counts as hung."""
+ONE_TURN, WITH_COMPILER = 0.6, 0.85
+"""The part of the processes' time that one variant may take before it counts as hung. A compiler that begins cold takes a
+minute for the first variant."""
 LEAST = 25.0
 """Seconds that processes get at least, if the row has them: they import torch and build a model first."""
 
@@ -128,7 +129,7 @@ def _run(
             for rank, log in enumerate(logs):
                 command = [sys.executable, str(program), "--work", str(folder), str(rank)]
                 processes.append(start(command, log, environment, folder))
-            turn = ONE_TURN * (row.seconds if at_deadline else seconds)
+            turn = (WITH_COMPILER if row.compile else ONE_TURN) * (row.seconds if at_deadline else seconds)
             states = _wait(processes, begun + seconds, folder / "rank0.jsonl", turn)
             at_deadline = at_deadline and time.monotonic() > begun + seconds
         finally:

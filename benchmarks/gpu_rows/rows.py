@@ -107,7 +107,7 @@ ROWS = (
         Variant(SHARDWRIGHT, "arena", graph=True),
     ), seconds=98),
     Row("150M exact", "150M", 2048, (Variant(FSDP2), *_EXACT), steps=24, turns=1, exact=True, seconds=98),
-    Row("3B compiled", "3B", 4096, _ALL, compile=True, seconds=150),  # compilers begin cold, which takes a minute
+    Row("3B compiled", "3B", 4096, _ALL, compile=True, seconds=98),
     Row("1B compiled", "1B", 4096, _ALL, compile=True, seconds=98),
     Row("3B 8k full compiled", "3B", 8192, (*_ALL, _ARENA), checkpoint="full", compile=True, steps=6, seconds=98),
     Row("3B full", "3B", 4096, _ALL, checkpoint="full", steps=8),

@@ -70,7 +70,7 @@ class _Planting:
         _wrap(Trainer, "__init__", self._built)
         _wrap(Trainer, "load", self._load)
         _wrap(Trainer, "train_step", self._train_step)
-        _wrap(trainer_module, "agree", self._before("reduce"))
+        _wrap(trainer_module, "add_up", self._before("reduce"))
         _wrap(loop, "validate", self._before("validate"))
         _wrap(Loader, "__next__", self._data)
         _wrap(Trainer, "clip_gradients", self._before("clip"))
