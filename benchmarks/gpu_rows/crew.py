@@ -23,8 +23,8 @@ from benchmarks.gpu_rows.rows import Row, Variant
 GRACE = 10.0
 """Seconds that the other ranks get to end by themselves when one has failed, and all of them after the deadline."""
 ONE_TURN, WITH_COMPILER = 0.6, 0.85
-"""The part of the processes' time that one variant may take before it counts as hung. A compiler that begins cold takes a
-minute for the first variant."""
+"""The part of the processes' time that one variant may take before it counts as hung. A compiler that begins cold takes
+a minute for the first variant."""
 LEAST = 25.0
 """Seconds that processes get at least, if the row has them: they import torch and build a model first."""
 
