@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardwright._torch import ReduceScatterOptions, reduce_scatter_of
-from shardwright.comm import Communicator, Division
+from shardwright.comm import Communicator, Division, collectives
 from tests.support import multirank
 from tests.support.sim import load, on_sim
 
@@ -42,6 +45,39 @@ def check(device: torch.device, rank: int, world_size: int) -> None:
 @multirank(2)
 def test_every_dtype_of_gradients_is_reduced(rank: int, world_size: int) -> None:
     check(torch.device("cpu"), rank, world_size)
+
+
+@multirank(2, 3)
+def test_large_and_small_tensors_over_gloo(rank: int, world_size: int) -> None:
+    """All tensors apart, some of them, or none: the same results, in every dtype."""
+    comm = Communicator(dist.group.WORLD, torch.device("cpu"))
+    sizes = (3, 40, 5, 24)
+    for limit in (1, 80, 1 << 30):
+        with mock.patch.object(collectives, "_LARGE", limit):
+            for dtype in REDUCED:
+                for division in DIVISIONS:
+                    by = (world_size if division.average else 1) * division.before * division.after
+                    wholes = [torch.arange(n * world_size, dtype=torch.float64) % 7 for n in sizes]
+                    given = [(whole * (rank + 1) / division.before).to(dtype) for whole in wholes]
+                    outputs = [torch.full((n,), -1, dtype=dtype) for n in sizes]
+                    run(comm._scatter_on_gloo(outputs, given, division))
+                    for n, whole, output in zip(sizes, wholes, outputs, strict=True):
+                        total = whole * sum(range(1, world_size + 1)) / by
+                        expected = total.to(dtype)[n * rank : n * (rank + 1)]
+                        torch.testing.assert_close(output, expected, rtol=1e-2, atol=1e-2)
+            sent = [torch.full((n,), 10 * rank + i, dtype=torch.uint8) for i, n in enumerate(sizes)]
+            gathered = [torch.empty(n * world_size, dtype=torch.uint8) for n in sizes]
+            run(comm._gather_on_gloo(gathered, sent))
+            for i, each in enumerate(gathered):
+                assert [row.unique().tolist() for row in each.view(world_size, -1)] == [
+                    [10 * r + i] for r in range(world_size)
+                ]
+
+
+def run(way: Any) -> None:
+    for work in [collective() for collective in way.collectives]:
+        work.wait()
+    way.finish()
 
 
 @on_sim(2)

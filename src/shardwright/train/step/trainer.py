@@ -271,7 +271,7 @@ class Trainer:
         """Leave no trace of steps that the device has left out: of this one, which began at a position, and of the one
         after it."""
         self._following, self.position = None, position
-        self.close()  # the next batch is that of the step again
+        self.close()  # drops prefetched batches, so that the next one to be read is the first of this step
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for buffer, values in started.buffers:
