@@ -3,8 +3,8 @@
     python -m benchmarks.trainer_rows [--only TEXT] [--losses]
 
 torchtitan's selective policy is ``activations.checkpoint = "half_ops"``. Its H100 have 2.4 TB/s and a limit of 500 W
-(``h100-96gb-500w.toml``), and 400 Gb/s of network each. The trainer divides attention by heads among ranks, and that of
-torchtitan passes keys around a ring. The LoRA row is NVIDIA's, on usual H100. Its program patches models with fused
+(``h100-96gb-500w.toml``), and 400 Gb/s of network each. For context parallelism the trainer divides heads among
+ranks, and torchtitan passes keys around a ring. The LoRA row is NVIDIA's, on usual H100. Its program has fused
 kernels of Liger for norms, rotary embeddings, SwiGLU and the loss, so this row has ``train.compile``, which fuses the
 same operations. Sources, by letter:
 
