@@ -3,7 +3,7 @@
 
     python benchmarks/arena.py [--only TEXT]
 
-A step runs the engine on a model of real shapes without values (`tests/memory/real_steps.py`); no GPU is needed.
+A step runs the engine on a model of real shapes without values (`tests/engine/memory/real_steps.py`); no GPU is needed.
 Prints for each step the number of slabs and of their leases, the bytes of the plan, the bound, the excess of the plan
 over the bound in percent, and the processor's time of planning. The bound is the most bytes that are leased at once.
 """
@@ -21,8 +21,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the steps, which the tests have too
 
-from shardwright.memory import pack
-from tests.memory.real_steps import STEPS, record
+from shardwright.engine.memory import pack
+from tests.engine.memory.real_steps import STEPS, record
 from tests.support.fake import fake_ranks
 
 

@@ -38,8 +38,8 @@ from shardwright.planner.devices import Device, parse_devices
 from shardwright.planner.program import Kernel
 from shardwright.planner.samples import steady
 from shardwright.planner.speed import speed_of
+from shardwright.planner.tracing.timing import Operation, Timer, noting
 from shardwright.planner.work import work_of
-from shardwright.tracing.timing import Operation, Timer, noting
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.planning.programs import program_of, traced_program
 from shardwright.train.planning.small_jobs import ON_CPU, configured

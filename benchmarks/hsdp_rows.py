@@ -25,8 +25,8 @@ import shardwright as sw
 from shardwright.planner.devices import parse_devices
 from shardwright.planner.program import Program
 from shardwright.planner.speed import speed_of
-from shardwright.tracing.local import local_device
-from shardwright.tracing.loop import program_of_loop
+from shardwright.planner.tracing.local import local_device
+from shardwright.planner.tracing.loop import program_of_loop
 
 RANKS, NODE, TOKENS = 32, 8, 512
 DEVICE = Path(__file__).with_name("a100-40gb-p4d.toml")

@@ -21,8 +21,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the shapes, which the tests have too
 
-from shardwright.layout import Layout, Ragged, plan
-from tests.layout.shapes import LAYERS, Shapes
+from shardwright.engine.layout import Layout, Ragged, plan
+from tests.engine.layout.shapes import LAYERS, Shapes
 
 KINDS: list[str | Ragged] = ["per_parameter", Ragged("row"), Ragged(32), Ragged("element")]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from shardwright.board import ranks_in_words
-from shardwright.collective import OtherRankFailed, RankGroup
-from shardwright.errors import Damaged, SharedError
+from shardwright.engine.collective import OtherRankFailed, RankGroup
+from shardwright.engine.errors import Damaged, SharedError
+from shardwright.engine.heartbeat import ranks_in_words
 from tests.support import multirank, world_mesh
 
 

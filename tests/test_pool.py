@@ -101,7 +101,7 @@ def die_on_rank_1(rank: int, world_size: int, how: str) -> None:
 
 
 def begin_alone_on_rank_1(rank: int, world_size: int) -> None:
-    from shardwright.comm import Communicator
+    from shardwright.engine.comm import Communicator
 
     comm = Communicator(dist.group.WORLD, torch.device("cpu"))
     meeting = comm.meeting

@@ -14,8 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
-from shardwright import board as boards
-from shardwright import profiling
+from shardwright.engine import heartbeat as boards
+from shardwright.watching import profiling
 from tests.engine.kit.subclasses import backward
 from tests.engine.kit.surface import build, shard
 from tests.support import multirank

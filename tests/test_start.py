@@ -43,11 +43,11 @@ print(compiler())
 
 HIDDEN = """
 from torch._dynamo import trace_rules
-import shardwright.engine.unit.uses, shardwright.comm.meeting, shardwright.engine.front.lending
+import shardwright.engine.unit.uses, shardwright.engine.comm.meeting, shardwright.engine.front.lending
 hidden = [trace_rules.check_file(module.__file__).skipped for module in (
     sys.modules["shardwright.engine.unit.uses"],
-    sys.modules["shardwright.comm.meeting"],
-    sys.modules["shardwright._torch"],
+    sys.modules["shardwright.engine.comm.meeting"],
+    sys.modules["shardwright.engine.compat.private"],
     sys.modules["shardwright.engine.front.lending"],
 )]
 print(hidden)

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwright as sw
 from benchmarks.gpu_rows.failures import described, is_own, memory_of
 from benchmarks.gpu_rows.faults import FAULTS
-from shardwright import _torch
+from shardwright.engine.compat import private as _torch
 from shardwright.engine.tensors import ranks
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
 
-    from shardwright import comm_hooks, context, layout, optim
+    from shardwright import comm_hooks, context, optim
     from shardwright.activations.causal_lm import chunk_causal_lm_loss
     from shardwright.activations.chunked_loss import chunked_cross_entropy
     from shardwright.activations.offload import offload_activations
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         describe,
         fully_shard,
         hash_gradients,
+        layout,
         memory_report,
         register_fsdp_forward_method,
         replace_torch,
@@ -63,14 +64,14 @@ if TYPE_CHECKING:
         unsharded,
     )
     from shardwright.engine.front import wrap
+    from shardwright.engine.layout import Ragged, Strategy
+    from shardwright.engine.memory import Allocator
     from shardwright.init import deferred_init, materialize
-    from shardwright.layout import Ragged, Strategy
-    from shardwright.memory import Allocator
     from shardwright.optim import AdamW8bit, Muon, clip_grad_norm_, fully_shard_optimizer
+    from shardwright.planner.tracing.loop import plan
     from shardwright.planner.verdict import Verdict
-    from shardwright.profiling import Profiler, profiler
-    from shardwright.tracing.loop import plan
     from shardwright.watching.api import Watch, watch
+    from shardwright.watching.profiling import Profiler, profiler
 
 __all__ = [
     "AdamW8bit",
@@ -134,7 +135,7 @@ __all__ = [
 _MODULES = {
     "comm_hooks": "shardwright.comm_hooks",
     "context": "shardwright.context",
-    "layout": "shardwright.layout",
+    "layout": "shardwright.engine.layout",
     "optim": "shardwright.optim",
     "wrap": "shardwright.engine.front.wrap",
 }
@@ -142,10 +143,10 @@ _MODULES = {
 #: Public name -> the module that defines it. Imported at first use, so that the command line starts without torch.
 _HOMES = {
     "AdamW8bit": "shardwright.optim",
-    "Allocator": "shardwright.memory",
+    "Allocator": "shardwright.engine.memory",
     "AsyncCheckpoint": "shardwright.checkpoint",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
-    "DataParallelMeshDims": "shardwright._torch",
+    "DataParallelMeshDims": "shardwright.engine.compat.private",
     "Description": "shardwright.engine",
     "Difference": "shardwright.engine",
     "FSDPModule": "shardwright.engine",
@@ -156,10 +157,10 @@ _HOMES = {
     "Offload": "shardwright.engine",
     "OffloadPolicy": "torch.distributed.fsdp",
     "PrecisionPolicy": "shardwright.engine",
-    "Profiler": "shardwright.profiling",
-    "Ragged": "shardwright.layout",
+    "Profiler": "shardwright.watching.profiling",
+    "Ragged": "shardwright.engine.layout",
     "ShardPlacementResult": "shardwright.engine",
-    "Strategy": "shardwright.layout",
+    "Strategy": "shardwright.engine.layout",
     "UnshardHandle": "shardwright.engine",
     "chunk_causal_lm_loss": "shardwright.activations.causal_lm",
     "chunked_cross_entropy": "shardwright.activations.chunked_loss",
@@ -187,8 +188,8 @@ _HOMES = {
     "share_comm_ctx": "shardwright.engine",
     "stream_weights": "shardwright.checkpoint",
     "unsharded": "shardwright.engine",
-    "plan": "shardwright.tracing.loop",
-    "profiler": "shardwright.profiling",
+    "plan": "shardwright.planner.tracing.loop",
+    "profiler": "shardwright.watching.profiling",
     "Verdict": "shardwright.planner.verdict",
     "Watch": "shardwright.watching.api",
     "watch": "shardwright.watching.api",

@@ -3,7 +3,7 @@
 For ``FSDPModule.set_gradient_comm_hook`` and ``FSDPModule.set_all_gather_codec``.
 """
 
-from shardwright.comm import (
+from shardwright.engine.comm import (
     MXFP8,
     BlockCodec,
     BlockwiseFP8,

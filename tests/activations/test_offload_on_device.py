@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwright.activations.offload import ActivationOffload
-from shardwright.comm import DeviceStreams
+from shardwright.engine.comm import DeviceStreams
 from tests.engine.kit.simulated import BF16, FP32, Case, On
 from tests.engine.kit.wrong_streams import forks_early
 from tests.support.matrix import generate

@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardwright as sw
-from shardwright.comm import Communicator
 from shardwright.comm_hooks import MXFP8, Cast, Compressed, Int8Blocks, PowerSGD
+from shardwright.engine.comm import Communicator
 from tests.engine.custom import Gathers, Scatters
 from tests.engine.kit.hooks import Exact
 from tests.engine.kit.models import Reference, build, full, loss_of, shard, tokens

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright import comm
+from shardwright.engine import comm
 from tests.engine.kit.models import Model, build, loss_of, tokens
 from tests.engine.kit.training import units_of
 from tests.support import multirank

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.comm import HostFlag
+from shardwright.engine.comm import HostFlag
 from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwright as sw
-from shardwright.memory import Slab
+from shardwright.engine.memory import Slab
 from tests.engine.kit.counting import counted
 from tests.engine.kit.models import full
 from tests.engine.kit.places import On, on, on_meshes

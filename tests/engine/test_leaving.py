@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright._torch import queue_callback
 from shardwright.comm_hooks import PowerSGD
 from shardwright.engine.assembly.find import UNIT
+from shardwright.engine.compat.private import queue_callback
 from shardwright.engine.model import root
 from tests.engine.kit.interrupts import Interrupt, interrupted_at
 from tests.engine.kit.meetings import fresh_meetings
@@ -262,7 +262,7 @@ def test_an_interrupt_while_ranks_find_each_others_pages_leaves_them_in_order(
     check_step(shard_layers(plain, strategy="ddp"), plain, rank, world_size)
     with fresh_meetings():
         model = shard_layers(plain, strategy="ddp")
-        with interrupted_at(0, "/shardwright/comm/") as lines:
+        with interrupted_at(0, "/shardwright/engine/comm/") as lines:
             loss_of(model, rank).backward()
         meetings = getattr(model, UNIT).ranks.every[0].meeting.number
     total = torch.tensor(lines[0])
@@ -275,7 +275,7 @@ def test_an_interrupt_while_ranks_find_each_others_pages_leaves_them_in_order(
             for _ in range(3):
                 model.zero_grad()
                 try:
-                    with interrupted_at(n if rank == 1 and not begun else 0, "/shardwright/comm/"):
+                    with interrupted_at(n if rank == 1 and not begun else 0, "/shardwright/engine/comm/"):
                         begun = True
                         loss_of(model, rank).backward()
                     break

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import shardwright as sw
-from shardwright.memory import Slab
+from shardwright.engine.memory import Slab
 from tests.engine.kit.models import Block, build, full, loss_of, tokens
 from tests.support import multirank, world_mesh
 

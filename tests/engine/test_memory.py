@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright.memory import Dynamic, Item, Plan, Planned, Slab
+from shardwright.engine.memory import Dynamic, Item, Plan, Planned, Slab
 from tests.engine.kit.models import build, loss_of, tokens
 from tests.engine.kit.places import On, on, on_meshes
 from tests.engine.kit.training import units_of

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwright as sw
-from shardwright.memory import Slab
+from shardwright.engine.memory import Slab
 from shardwright.train.models.native.hybrid import HYBRID_PRESETS, Hybrid
 from shardwright.train.models.native.llama import PRESETS, Llama
 from tests.engine.kit.training import units_of

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import shardwright as sw
-from shardwright._torch import dtensor_of
 from shardwright.engine.base.offload import HostSlab
+from shardwright.engine.compat.private import dtensor_of
 from shardwright.engine.gradients.delivery import OnHost
 from shardwright.engine.model.arrivals import Arrivals
 from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.memory import Slab
+from shardwright.engine.memory import Slab
 from tests.engine.cases.base import CASES, FP32, Batch, Net, loss_of
 from tests.engine.cases.running import TOLERANCE, reference_step
 from tests.engine.programs import differences

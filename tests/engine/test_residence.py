@@ -12,9 +12,9 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine.assembly.find import UNIT
+from shardwright.engine.memory import Owner
 from shardwright.engine.weights.residence import ALLOWED, Event, Residence, change, table
 from shardwright.engine.weights.weights import Weights
-from shardwright.memory import Owner
 from tests.support.pool import multirank
 
 MOVES = {(before, after) for (before, _), after in ALLOWED.items()}

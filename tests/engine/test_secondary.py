@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright._torch import subclasses_dispatch
-from shardwright.comm import Communicator
+from shardwright.engine.comm import Communicator
+from shardwright.engine.compat.private import subclasses_dispatch
 from tests.engine.kit.models import Model, build, loss_of, tokens
 from tests.engine.kit.places import On, on, on_meshes
 from tests.engine.kit.training import (

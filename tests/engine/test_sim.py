@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.comm import DeviceStreams
+from shardwright.engine.comm import DeviceStreams
 from tests.engine.kit.edits_of_shards import EDITS
 from tests.engine.kit.simulated import BF16, EVENTS_OF_DEVICE, FP32, Case, On
 from tests.engine.kit.wrong_streams import WRONG

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.comm import Communicator, Pending
+from shardwright.engine.comm import Communicator, Pending
 from shardwright.engine.weights.gather import edits_are_seen
 from tests.engine.kit.counting import counted
 from tests.engine.kit.models import build, loss_of, tokens

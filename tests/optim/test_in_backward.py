@@ -138,7 +138,7 @@ def test_steps_and_frees_gradients_within_backward(rank: int, world_size: int) -
 @multirank(2)
 def test_gradients_of_two_units_at_most(rank: int, world_size: int) -> None:
     """Bytes of gradient shards alive at once: of all units, or with the optimizer in backward of the largest ones."""
-    from shardwright.memory import Slab
+    from shardwright.engine.memory import Slab
 
     alive: dict[Any, int] = {}
     peak = 0

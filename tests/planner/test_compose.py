@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.planner.compose import Crossing, compose
+from shardwright.planner.composition import Crossing, compose
 from shardwright.planner.program import (
     Alloc,
     Event,

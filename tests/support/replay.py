@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.comm.streams import HostStreams
-from shardwright.memory import DYNAMIC, Slab
+from shardwright.engine.comm.streams import HostStreams
+from shardwright.engine.memory import DYNAMIC, Slab
 
 HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
 

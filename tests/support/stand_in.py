@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwright.comm import HostStreams, use_streams
+from shardwright.engine.comm import HostStreams, use_streams
 
 
 class StandIn(HostStreams):

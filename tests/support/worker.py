@@ -143,7 +143,7 @@ def _run_case(case: Case, seat: Seat) -> Reply:
 
 def _begun() -> dict[tuple[str, tuple[int, ...]], int]:
     """The collectives that have begun in the package under test, if a case has imported it."""
-    meetings = getattr(sys.modules.get("shardwright.comm.meeting"), "_meetings", {})
+    meetings = getattr(sys.modules.get("shardwright.engine.comm.meeting"), "_meetings", {})
     counts = {}
     for group, by_device in list(meetings.items()):
         ranks = tuple(dist.get_process_group_ranks(group))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright import board as boards
+from shardwright.engine import heartbeat as boards
 from shardwright.watching import diagnosis, evidence
 from tests.support import multirank, world_mesh
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright import board as boards
+from shardwright.engine import heartbeat as boards
 from shardwright.watching import launched
 from shardwright.watching.reading import ENDED, LEFT, RUNS, STOPPED, BoardReader, in_words
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwright import board as boards
+from shardwright.engine import heartbeat as boards
 from shardwright.watching.diagnosis import ALONE, BEHIND, JOINED, MIXED, OUTSIDE, judge
 from shardwright.watching.reading import ENDED, LEFT, RUNS, SILENT, STOPPED, Seen
 

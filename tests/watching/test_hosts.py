@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardwright import board as boards
+from shardwright.engine import heartbeat as boards
 from shardwright.watching import api, hosts
 from shardwright.watching.hosts import Courier
 from shardwright.watching.reading import RUNS, BoardReader, Seen

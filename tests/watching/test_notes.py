@@ -11,8 +11,8 @@ import pytest
 from torch._C import _distributed_c10d
 
 import shardwright
-from shardwright import board as boards
-from shardwright._torch import flight_entries
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.compat.private import flight_entries
 from shardwright.watching import flights
 from shardwright.watching.reading import BoardReader
 

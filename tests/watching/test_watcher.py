@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import pytest
 
-from shardwright import board as boards
+from shardwright.engine import heartbeat as boards
 from shardwright.watching import watcher as watching
 from shardwright.watching.diagnosis import BEHIND, Verdict
 from shardwright.watching.evidence import EvidenceFiles

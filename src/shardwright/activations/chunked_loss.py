@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import keeps_graph
 from shardwright.activations.head_call import call_once, computing_piece
 from shardwright.activations.held_gradients import HeldGradients
 from shardwright.activations.token_rows import TokenRows
+from shardwright.engine.compat.private import keeps_graph
 
 AUTO_BYTES = 256 << 20  #: of a chunk's logits in float32 with ``chunks="auto"``
 

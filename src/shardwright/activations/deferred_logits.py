@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright._torch import quick_attributes
 from shardwright.activations.chunked_loss import ChunkedLoss
 from shardwright.activations.head_call import prepare_once
+from shardwright.engine.compat.private import quick_attributes
 
 #: Operations that compute each logit by itself: with numbers, and tensors of one element or of one for each class.
 _ELEMENTWISE = frozenset(

@@ -17,7 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwright._torch import (
+from shardwright.activations.host_pool import HostMemoryError, HostPool, rounded
+from shardwright.activations.saved_bytes import SavedView, StoredBytes, extent
+from shardwright.engine.base.offload import Host
+from shardwright.engine.comm.streams import streams_for
+from shardwright.engine.compat.private import (
     dispatches,
     foreach_copy_,
     hide_from_dynamo,
@@ -28,11 +32,7 @@ from shardwright._torch import (
     tree_leaves,
     tree_map,
 )
-from shardwright.activations.host_pool import HostMemoryError, HostPool, rounded
-from shardwright.activations.saved_bytes import SavedView, StoredBytes, extent
-from shardwright.comm.streams import streams_for
-from shardwright.engine.base.offload import Host
-from shardwright.memory import is_in_slab
+from shardwright.engine.memory import is_in_slab
 
 #: Smaller tensors stay on the device: a copy of 64 KiB takes as long as its start.
 SMALLEST = 64 << 10

@@ -21,7 +21,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardwright.errors import Damaged
+from shardwright.engine.errors import Damaged
 
 if TYPE_CHECKING:
     from shardwright.checkpoint.asynchronous.async_checkpoint import AsyncCheckpoint

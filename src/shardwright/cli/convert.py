@@ -23,8 +23,8 @@ _BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".
 def _run(call: Call) -> int:
     import torch
 
-    from shardwright.checkpoint.convert.convert import convert
-    from shardwright.errors import Damaged
+    from shardwright.checkpoint.convert.conversion import convert_checkpoint
+    from shardwright.engine.errors import Damaged
     from shardwright.train.errors import UserError, counted
 
     options = call.options
@@ -35,7 +35,7 @@ def _run(call: Call) -> int:
     rules = [_rule(text) for text in options.key_map]
     try:
         key_map, config = (None, None) if rules else _names(options, source, to)
-        converted = convert(
+        converted = convert_checkpoint(
             source,
             destination,
             to,

@@ -129,7 +129,7 @@ def _here() -> str:
 
 
 def _local_device() -> Any:
-    from shardwright.tracing.local import local_device
+    from shardwright.planner.tracing.local import local_device
 
     return local_device()
 

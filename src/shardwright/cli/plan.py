@@ -98,7 +98,7 @@ def _plan(call: Call) -> int:
 
 
 def _local_device() -> Device:
-    from shardwright.tracing.local import local_device
+    from shardwright.planner.tracing.local import local_device
 
     return local_device()
 

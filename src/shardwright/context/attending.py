@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
-from shardwright._torch import uncompiled
 from shardwright.context import exchange
 from shardwright.context.split import Split, current, note_compiled, within
+from shardwright.engine.compat.private import uncompiled
 
 
 class Part(NamedTuple):

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwright._torch import all_gather_single
-from shardwright.board import ranks_in_words
-from shardwright.comm.noted import noted
-from shardwright.comm.streams import streams_for
 from shardwright.context.split import Split
+from shardwright.engine.comm.notes import noted
+from shardwright.engine.comm.streams import streams_for
+from shardwright.engine.compat.private import all_gather_single
+from shardwright.engine.heartbeat import ranks_in_words
 
 POSITIONS, MASK = "position_ids", "attention_mask"  #: arguments of transformers' models
 _VERDICT = "positions"  #: the side stream on which statements go to the host

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright._torch import all_gather_single
-from shardwright.comm.noted import noted
+from shardwright.engine.comm.notes import noted
+from shardwright.engine.compat.private import all_gather_single
 
 
 class RowExchange(torch.autograd.Function):

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright._torch import hook_of_checkpoint
 from shardwright.context.rows import RowGather
+from shardwright.engine.compat.private import hook_of_checkpoint
 
 
 class Split:

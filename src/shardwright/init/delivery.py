@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import exchange, local_of, share_gradient_hooks
+from shardwright.engine.compat.private import exchange, local_of, share_gradient_hooks
 from shardwright.engine.model.optimizer_hook import hook_optimizers
 from shardwright.engine.tensors.parameter import (
     Managed,

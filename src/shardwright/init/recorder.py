@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwright._torch import (
+from shardwright.engine.compat.private import (
     disabled_torch_function,
     set_data,
     storage_key,

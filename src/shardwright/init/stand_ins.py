@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwright._torch import tree_flatten
 from shardwright.engine.assembly.find import UNIT, inner_first
+from shardwright.engine.compat.private import tree_flatten
 from shardwright.engine.front.module import original_class
 from shardwright.engine.tensors.parameter import Managed, Slot, has_no_values, unit_of
 from shardwright.engine.unit.unit import Unit

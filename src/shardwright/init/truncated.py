@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwright._torch import outside_dispatch_modes
+from shardwright.engine.compat.private import outside_dispatch_modes
 
 PIECE = 1 << 22
 """Elements that are drawn at once. The CPU's generator makes normal numbers in groups of 16, so pieces are multiples of

@@ -16,8 +16,8 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from shardwright._torch import foreach_norm, local_of
-from shardwright.comm.noted import noted
+from shardwright.engine.comm.notes import noted
+from shardwright.engine.compat.private import foreach_norm, local_of
 from shardwright.engine.model.optimizer_hook import reduce_held
 from shardwright.integrations.fabric_models import sharded_model
 

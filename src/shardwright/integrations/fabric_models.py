@@ -19,11 +19,11 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwright.board import ranks_in_words
-from shardwright.collective import RankGroup
-from shardwright.comm.groups import make_mesh
 from shardwright.engine import FSDPModule
+from shardwright.engine.collective import RankGroup
+from shardwright.engine.comm.groups import make_mesh
 from shardwright.engine.front.wrap import as_policy
+from shardwright.engine.heartbeat import ranks_in_words
 
 AutoWrapPolicy = Collection[type[nn.Module]] | Callable[..., bool]
 

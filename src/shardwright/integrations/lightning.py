@@ -49,6 +49,8 @@ from torch.optim import Optimizer
 
 from shardwright.engine import fully_shard
 from shardwright.engine.assembly.find import ShardPlacementFn
+from shardwright.engine.layout import Ragged, Strategy
+from shardwright.engine.memory import Allocator
 from shardwright.engine.tensors.parameter import Managed, has_no_values
 from shardwright.engine.tensors.same_object import TAKEN
 from shardwright.init import deferred_init, materialize
@@ -75,8 +77,6 @@ from shardwright.integrations.fabric_models import (
     state_of_generators,
     units_of,
 )
-from shardwright.layout import Ragged, Strategy
-from shardwright.memory import Allocator
 from shardwright.optim import clip_grad_norm_, fully_shard_optimizer
 
 _OTHER_PRECISIONS = (

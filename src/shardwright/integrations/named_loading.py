@@ -25,8 +25,8 @@ from shardwright.checkpoint import (
     nested,
     open_checkpoint,
 )
-from shardwright.collective import RankGroup
 from shardwright.engine.base.companion import companion_of
+from shardwright.engine.collective import RankGroup
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.integrations.named_files import dict_in, other_values

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright.checkpoint import save_state, write_file
-from shardwright.collective import RankGroup
 from shardwright.engine import FSDPModule
+from shardwright.engine.collective import RankGroup
 from shardwright.integrations.named_files import check_target
 from shardwright.optim.whole_state import mapped
 

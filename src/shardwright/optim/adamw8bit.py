@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from shardwright._torch import outside_dispatch_modes
+from shardwright.engine.compat.private import outside_dispatch_modes
 from shardwright.optim.kept import Kept, prepared
 
 #: Elements of one pass. Each needs about 30 bytes beside the state. On a CPU they must fit into its caches: four times

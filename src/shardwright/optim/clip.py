@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from shardwright._torch import foreach_mul_, foreach_norm, local_of
-from shardwright.comm.noted import noted
+from shardwright.engine.comm.notes import noted
+from shardwright.engine.compat.private import foreach_mul_, foreach_norm, local_of
 from shardwright.engine.model.divergence import CLIP
 from shardwright.engine.model.optimizer_hook import reduce_held
 from shardwright.engine.model.root import root_of

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from shardwright._torch import (
+from shardwright.engine.base.precision import refuse_gradient_dtypes
+from shardwright.engine.compat.private import (
     foreach_clamp_,
     increment_version,
     local_of,
@@ -21,7 +22,6 @@ from shardwright._torch import (
     step_without_hooks,
     tell_schedulers,
 )
-from shardwright.engine.base.precision import refuse_gradient_dtypes
 from shardwright.engine.gradients.stepping import Stepping, forget_stepped
 from shardwright.engine.model.optimizer_hook import fit_gradients, reduce_held, refuse_dead
 from shardwright.engine.model.root import root_of

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import foreach_copy_
-from shardwright.comm.noted import noted
+from shardwright.engine.comm.notes import noted
+from shardwright.engine.compat.private import foreach_copy_
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.ragged_spec import RaggedSpec
 from shardwright.engine.tensors.tensor_parallel import cut_dim

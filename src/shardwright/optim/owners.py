@@ -15,8 +15,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import local_of
-from shardwright.comm import Communicator
+from shardwright.engine.comm import Communicator
+from shardwright.engine.compat.private import local_of
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.optim.calls import PartialSteps

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from shardwright._torch import (
+from shardwright.engine.base.companion import COMPANION, companion_of
+from shardwright.engine.compat.private import (
     local_of,
     only_schedulers_wrap,
     seen_by_schedulers,
@@ -23,7 +24,6 @@ from shardwright._torch import (
     tell_schedulers,
     uncompiled,
 )
-from shardwright.engine.base.companion import COMPANION, companion_of
 from shardwright.engine.model.optimizer_hook import COUNTS_STEPS, before_optimizer_step, count_step
 from shardwright.engine.tensors.parameter import Managed, unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor

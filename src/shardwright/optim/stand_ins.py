@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright._torch import dtensor_of, local_of
+from shardwright.engine.compat.private import dtensor_of, local_of
 from shardwright.engine.tensors.ragged import RaggedTensor, part_of
 from shardwright.engine.tensors.ragged_spec import RaggedSpec
 from shardwright.engine.tensors.sharded_tensor import as_sharded

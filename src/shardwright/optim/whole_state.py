@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import local_of
+from shardwright.engine.compat.private import local_of
 from shardwright.engine.tensors.ragged import RaggedDTensor, RaggedTensor
 from shardwright.optim.moves import MeshRanks
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from shardwright.files.json_text import strict_json
 from shardwright.planner.verdict import in_gib
-from shardwright.strict_json import strict_json
 
 
 class Residual(NamedTuple):

@@ -263,7 +263,7 @@ def _value(value: Any) -> str:
     return "[" + ", ".join(map(_value, value)) + "]"
 
 
-def as_values(measured: Measured) -> dict[str, Any]:
+def measurement_values(measured: Measured) -> dict[str, Any]:
     """The table ``[measured]`` of a device file, without ``on_host``."""
     return {
         "ranks": measured.ranks,
@@ -284,7 +284,7 @@ def read_measured(key: str, values: Any, on_host: bool, all_figures: bool = Fals
     ``all_figures``: the file has figures for all kernels, so the tables need not be whole.
 
     Raises:
-        MeasuredError: it is not as :func:`as_values` has made it.
+        MeasuredError: it is not as :func:`measurement_values` has made it.
     """
     if not isinstance(values, dict):
         raise MeasuredError(f"device {key}: expected a table [measured], found {values!r}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from shardwright.files.json_text import strict_json
 from shardwright.planner.speed import Speed
 from shardwright.planner.verdict import Verdict, peak_in_words
-from shardwright.strict_json import strict_json
 
 
 def as_json(

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from shardwright.errors import SharedError
+from shardwright.engine.errors import SharedError
 
 
 class JobError(SharedError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwright import board as boards
+from shardwright.engine import heartbeat as boards
 from shardwright.watching.reading import (
     BETWEEN_STEPS,
     DISK,

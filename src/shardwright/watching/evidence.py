@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright import board as boards
+from shardwright.engine import heartbeat as boards
 from shardwright.watching.diagnosis import Verdict
 from shardwright.watching.reading import RUNS, BoardReader, Seen, in_words
 

@@ -8,8 +8,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from shardwright import board as boards
-from shardwright._torch import flight_entries, ranks_by_group_name
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.compat.private import flight_entries, ranks_by_group_name
 
 MOST = 32  #: collectives that are noted
 

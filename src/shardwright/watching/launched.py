@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright import board as boards
+from shardwright.engine import heartbeat as boards
 from shardwright.watching import evidence
 from shardwright.watching.diagnosis import Verdict, judge, judge_start
 from shardwright.watching.reading import BoardReader, Seen, state_of

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright import board as boards
-from shardwright.board import ENTRY, HEADER, MAGIC, RING_AT, SLOTS, VERSION, WORD, Board
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.heartbeat import ENTRY, HEADER, MAGIC, RING_AT, SLOTS, VERSION, WORD, Board
 
 _LOCK = struct.Struct("hhqqi4x")  #: struct flock
 RUNS, STOPPED, DISK, ENDED, LEFT, SILENT = "runs", "stopped", "disk", "ended", "left", "silent"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright import board as boards
+from shardwright.engine import heartbeat as boards
 from shardwright.watching import evidence
 from shardwright.watching.diagnosis import Verdict, judge
 from shardwright.watching.flights import note_flights

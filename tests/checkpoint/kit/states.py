@@ -22,7 +22,7 @@ from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.save import plan
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage.locations import Location
-from shardwright.collective import RankGroup
+from shardwright.engine.collective import RankGroup
 
 ALONE = RankGroup(alone=True)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint import check_writable, folder_or_url, list_checkpoints, remove_checkpoint
-from shardwright.checkpoint.convert.convert import convert
+from shardwright.checkpoint.convert.conversion import convert_checkpoint as convert
 
 FORMS: dict[str, Callable[[Path], str | Path]] = {
     "text": str,

@@ -23,7 +23,7 @@ from shardwright.checkpoint.load.checkpoints import checkpoint_at
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import object_files
 from shardwright.checkpoint.storage.object_store import ObjectStore
-from shardwright.collective import RankGroup
+from shardwright.engine.collective import RankGroup
 from tests.checkpoint.kit.models import trained
 from tests.checkpoint.kit.states import load_state
 from tests.support.pool import multirank
@@ -126,7 +126,7 @@ def test_an_upload_that_fails_does_not_appear(s3: Any, monkeypatch: pytest.Monke
 _KILLED = """
 import os, signal, torch, fsspec
 from shardwright.checkpoint.storage import object_files
-from shardwright.collective import RankGroup
+from shardwright.engine.collective import RankGroup
 from shardwright.checkpoint.save.collective_save import write_state
 
 object_files.BLOCK = 5 << 20

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.comm import GradientHook
+from shardwright.engine.comm import GradientHook
 from shardwright.train.errors import UserError
 from shardwright.train.run.position import Position
 from shardwright.train.step import loading

@@ -76,8 +76,8 @@ INTERRUPTS = (
 PARTS = (
     "/shardwright/",
     "/shardwright/engine/",
-    "/shardwright/memory/",
-    "/shardwright/comm/",
+    "/shardwright/engine/memory/",
+    "/shardwright/engine/comm/",
     "/engine/model/",
     "/engine/gradients/",
 )

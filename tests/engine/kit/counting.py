@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardwright.comm import Communicator
+from shardwright.engine.comm import Communicator
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.comm import Communicator
+from shardwright.engine.comm import Communicator
 from tests.engine.kit.models import units_of
 from tests.support.replay import CpuGraphs
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from shardwright.comm import meeting, pages
+from shardwright.engine.comm import meeting, pages
 from shardwright.engine.front import api
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwright.engine.base.offload import HostSlab
-from shardwright.memory import Slab
+from shardwright.engine.memory import Slab
 from tests.engine.kit.models import Model, full
 
 

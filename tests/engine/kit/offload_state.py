@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright._torch import local_of
-from shardwright.comm import DeviceStreams
+from shardwright.engine.comm import DeviceStreams
+from shardwright.engine.compat.private import local_of
 from shardwright.optim.host_state import HostState
 from tests.engine.kit.models import loss_of, tokens
 from tests.engine.kit.offload import set_more

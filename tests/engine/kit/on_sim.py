@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwright as sw
-from shardwright.comm import Communicator, HostFlag, use_streams
+from shardwright.engine.comm import Communicator, HostFlag, use_streams
 from shardwright.engine.front.graphed import GraphedStep
-from shardwright.memory import Slab, observe
+from shardwright.engine.memory import Slab, observe
 from tests.engine.kit.models import full, loss_of
 from tests.engine.kit.plain_training import farness
 from tests.engine.kit.simulated import Case, Net, Outcome, Training, names_of

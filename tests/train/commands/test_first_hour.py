@@ -16,7 +16,7 @@ import pytest
 import shardwright as sw
 from shardwright import cli
 from shardwright.cli.train import USUAL
-from shardwright.memory import Plan
+from shardwright.engine.memory import Plan
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.config.keys import keys

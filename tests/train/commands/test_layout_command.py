@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.cli import main
-from shardwright.layout import Ragged, plan
+from shardwright.engine.layout import Ragged, plan
 from shardwright.train.commands.layouts import alike, units_of
 from shardwright.train.models.native.llama import Llama
 from shardwright.train.parallel.engines import engine_of

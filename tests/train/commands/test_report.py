@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from shardwright import cli
-from shardwright.page.document import LIMIT, size_of
 from shardwright.train.commands.pages.report import page_of
 from shardwright.train.commands.pages.shown_run import read_shown_run
 from shardwright.train.errors import UserError
-from tests.page.kit import HOSTILE, noted, read_page
+from shardwright.train.report.page.document import LIMIT, size_of
 from tests.train.kit.jobs import records
+from tests.train.report.page.kit import HOSTILE, noted, read_page
 
 PLAN = {
     "fits": "yes", "device": "h100", "ranks": 2, "reserved_bytes": 5, "live_bytes": 4, "exact": {"parameters": 1},

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardwright import cli
-from shardwright.extend import ExtensionError, NamedLayout, NamedMemory
-from shardwright.memory import Item, Plan
+from shardwright.engine.extend import ExtensionError, NamedLayout, NamedMemory
+from shardwright.engine.memory import Item, Plan
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.extend import Kind, NamedOptimizer, NamedSink, Offers, kinds, optimizers
@@ -25,7 +25,7 @@ MINE = """
 import os
 
 import torch
-from shardwright.extend import NamedLayout, NamedMemory
+from shardwright.engine.extend import NamedLayout, NamedMemory
 from shardwright.train.extend import NamedOptimizer, NamedSink
 
 

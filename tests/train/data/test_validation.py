@@ -23,10 +23,10 @@ from shardwright.train.data.samples.validation import part_of, training_and_vali
 from shardwright.train.data.statement import statement
 from shardwright.train.errors import UserError
 from shardwright.train.step.evaluation import validate
-from tests.page.kit import read_page
 from tests.support import multirank
 from tests.train.kit.jobs import TINY, config_file, records, tiny, train_here, trainer
 from tests.train.kit.tokens import tokens_of
+from tests.train.report.page.kit import read_page
 
 
 @settings(max_examples=200, deadline=None)

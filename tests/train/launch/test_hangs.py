@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwright import board as boards
+from shardwright.engine import heartbeat as boards
 from shardwright.train.report import plan_picture
 from shardwright.watching.reading import BoardReader
 from tests.train.kit import faults

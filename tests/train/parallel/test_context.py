@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from shardwright.activations import offload
 from shardwright.context import Split, shard
-from shardwright.extend import ExtensionError
+from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.comm import use_streams
+from shardwright.engine.comm import use_streams
 from shardwright.train.commands import train
 from shardwright.train.parallel import world
 from shardwright.train.report import jsonl

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright._torch import absent_ranks
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
-from shardwright.collective import RankGroup
+from shardwright.engine.collective import RankGroup
+from shardwright.engine.compat.private import absent_ranks
 from shardwright.planner.devices import known_devices
 from shardwright.planner.program import SAVE, VALIDATION, Program
 from shardwright.planner.text import as_json

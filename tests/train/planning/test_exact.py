@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwright._torch import in_backward, local_of
-from shardwright.comm.streams import use_streams
 from shardwright.engine.base.offload import Host
-from shardwright.memory import Slab, observe
+from shardwright.engine.comm.streams import use_streams
+from shardwright.engine.compat.private import in_backward, local_of
+from shardwright.engine.memory import Slab, observe
 from shardwright.planner.program import Phase, Program
-from shardwright.tracing.recorder import Recorder
-from shardwright.tracing.streams import RecordedStreams
+from shardwright.planner.tracing.recorder import Recorder
+from shardwright.planner.tracing.streams import RecordedStreams
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError

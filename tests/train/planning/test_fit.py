@@ -22,7 +22,7 @@ from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config, load_config
 from shardwright.train.errors import UserError
 from shardwright.train.parallel.checks import check_division
-from tests.page.kit import read_page
+from tests.train.report.page.kit import read_page
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DEBUG = str(EXAMPLES / "llama_debug.toml")

@@ -9,15 +9,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from shardwright.comm.streams import use_streams
+from shardwright.engine.comm.streams import use_streams
 from shardwright.planner.devices import known_devices
 from shardwright.planner.program import HOST, Alloc, Kernel, Program
 from shardwright.planner.speed import speed_of
+from shardwright.planner.tracing import trace as tracing
+from shardwright.planner.tracing.recorder import Recorder
+from shardwright.planner.tracing.streams import RecordedStreams
 from shardwright.planner.verdict import judge
 from shardwright.planner.work import work_of
-from shardwright.tracing import trace as tracing
-from shardwright.tracing.recorder import Recorder
-from shardwright.tracing.streams import RecordedStreams
 from shardwright.train.planning.programs import composed_program, program_of, traced_program
 from tests.support.matrix import generate
 from tests.train.planning.kit import config_of, plain, planned_step, real_step

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwright.cli.program import main
 from shardwright.planner.verdict import CONTEXT, NCCL
-from tests.page.kit import read_page, totals
+from tests.train.report.page.kit import read_page, totals
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardwright import cli
 from shardwright.cli import program
-from shardwright.errors import Damaged
+from shardwright.engine.errors import Damaged
 from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import Complaint
 from shardwright.train.launch.judgement import EndOfRanks, Evidence, announce, judge
@@ -369,7 +369,7 @@ def test_the_launcher_imports_no_engine() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert not loaded & {
-        "shardwright._torch",
+        "shardwright.engine.compat.private",
         "shardwright.engine",
         "torch.distributed.tensor",
         "torch._dynamo",

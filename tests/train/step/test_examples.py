@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.extend import Registry, layouts, memories, strategies
+from shardwright.engine.extend import Registry, layouts, memories, strategies
 from shardwright.train.extend import hooks, kinds, optimizers, sinks
 from tests.train.kit.hooks import EXAMPLES, JOB
 from tests.train.kit.jobs import config_file, ranks, records, train_here

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.extend import (
+from shardwright.engine.extend import (
     NamedLayout,
     NamedMemory,
     NamedStrategy,
@@ -224,7 +224,7 @@ def test_registries_refuse_what_they_cannot_hold() -> None:
 def test_entry_points_of_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their names are known without an import, their values when they are asked for."""
     (tmp_path / "theirs.py").write_text(
-        "from shardwright.extend import NamedStrategy\n"
+        "from shardwright.engine.extend import NamedStrategy\n"
         "GOOD = NamedStrategy('theirs', (2,), 'Theirs.')\nMISNAMED = NamedStrategy('other', (2,), '')\n"
     )
     info = tmp_path / "theirs-1.dist-info"

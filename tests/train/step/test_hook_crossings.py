@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwright import cli
-from shardwright.comm import use_streams
+from shardwright.engine.comm import use_streams
 from shardwright.train.commands import train as train_command
 from shardwright.train.config.catalog.figures import RunFacts
 from shardwright.train.config.schema import toml_value

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.extend import ExtensionError
+from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.step.evaluation import check_model, validate

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright import board as boards
 from shardwright.checkpoint.asynchronous.messages import Report
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.asynchronous.writer_process import WriterProcess
@@ -36,8 +35,9 @@ from shardwright.checkpoint.storage.save_names import files_of_save, note_of_ran
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import place_of
 from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
-from shardwright.collective import RankGroup, described, raise_for
-from shardwright.errors import Damaged
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.collective import RankGroup, described, raise_for
+from shardwright.engine.errors import Damaged
 
 Failure = tuple[int, str]  #: number of the error's kind, and its text
 

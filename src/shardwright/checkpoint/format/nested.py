@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
-from shardwright._torch import boxes_to_load, boxes_to_save
 from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.format.index import Keys, StoredValue, name_of
 from shardwright.checkpoint.format.values import DEEPEST
+from shardwright.engine.compat.private import boxes_to_load, boxes_to_save
 from shardwright.engine.tensors.mesh_order import ascends
 
 #: A chunk in a file holds at most so many bytes. Each thread of a save and of a load copies one at a time.

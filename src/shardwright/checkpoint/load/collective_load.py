@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright import board as boards
 from shardwright.checkpoint.format.checks import typed
 from shardwright.checkpoint.format.index import StoredTensor
 from shardwright.checkpoint.format.nested import NestedState, StateTensor, nested
@@ -21,8 +20,9 @@ from shardwright.checkpoint.load.checkpoints import Checkpoint
 from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.load.reading import read_boxes, reads_of
 from shardwright.checkpoint.load.replacement import OpenFiles, unless_replaced
-from shardwright.collective import RankGroup
-from shardwright.errors import Damaged
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.collective import RankGroup
+from shardwright.engine.errors import Damaged
 
 Identity = tuple[str, str]  #: the fingerprint and the place of a checkpoint that a rank has opened
 

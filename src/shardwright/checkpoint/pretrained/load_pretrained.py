@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright import board as boards
-from shardwright.board import ranks_in_words
 from shardwright.checkpoint.format.boxes import Box, overlap
 from shardwright.checkpoint.pretrained.conversions import names_not_stored, transformers_key_map
 from shardwright.checkpoint.pretrained.files import FileTensor, abbreviated, in_memory
@@ -35,8 +33,10 @@ from shardwright.checkpoint.pretrained.model import (
     same_bits,
     tensors_of,
 )
-from shardwright.collective import OtherRankFailed, RankGroup
+from shardwright.engine import heartbeat as boards
 from shardwright.engine.assembly.states import hash_of
+from shardwright.engine.collective import OtherRankFailed, RankGroup
+from shardwright.engine.heartbeat import ranks_in_words
 from shardwright.engine.tensors.parameter import refuse_while_deferring
 from shardwright.engine.unit.owning import units_of
 from shardwright.init.delivery import refuse_graphs

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import increment_version, is_persistent, storage_key
 from shardwright.checkpoint.format.boxes import Box as Box
 from shardwright.engine.base.names import without_wrappers
+from shardwright.engine.compat.private import increment_version, is_persistent, storage_key
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import has_no_values, unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor

@@ -17,7 +17,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from shardwright import board as boards
 from shardwright.checkpoint.pretrained.files import (
     SAFETENSORS_INDEX,
     SafetensorsFile,
@@ -29,8 +28,9 @@ from shardwright.checkpoint.pretrained.key_maps import KeyMap
 from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
 from shardwright.checkpoint.storage.publishing import publish
-from shardwright.collective import OtherRankFailed, RankGroup
+from shardwright.engine import heartbeat as boards
 from shardwright.engine.base.offload import whole_of
+from shardwright.engine.collective import OtherRankFailed, RankGroup
 from shardwright.engine.unit.owning import units_of
 
 

@@ -12,8 +12,8 @@ from collections.abc import Hashable
 from contextlib import suppress
 from pathlib import Path
 
-from shardwright.durable import named, sync
-from shardwright.errors import Damaged
+from shardwright.engine.errors import Damaged
+from shardwright.files.durable import named, sync
 
 
 def open_regular(file: Path, links: bool = False) -> int:

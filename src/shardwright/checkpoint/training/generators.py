@@ -21,8 +21,8 @@ from torch import Tensor
 from shardwright.checkpoint.load.checkpoints import Checkpoint
 from shardwright.checkpoint.training.section_to_load import SectionToLoad
 from shardwright.checkpoint.training.targets import targets_below
-from shardwright.collective import RankGroup
-from shardwright.errors import Damaged
+from shardwright.engine.collective import RankGroup
+from shardwright.engine.errors import Damaged
 
 GENERATORS = "generators"  #: the key of the section in a checkpoint
 

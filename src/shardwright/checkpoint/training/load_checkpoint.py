@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright import board as boards
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.format.progress import ignore
 from shardwright.checkpoint.load.checkpoints import Checkpoint, checkpoint_at
@@ -43,9 +42,10 @@ from shardwright.checkpoint.training.model import ModelToLoad, dtype_advice, mod
 from shardwright.checkpoint.training.open_checkpoint import StoredCheckpoint
 from shardwright.checkpoint.training.optimizers import OPTIMIZER, OptimizersToLoad, as_optimizers
 from shardwright.checkpoint.training.section_to_load import SectionToLoad
-from shardwright.collective import RankGroup
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.collective import RankGroup
+from shardwright.engine.errors import Damaged
 from shardwright.engine.unit.owning import units_of
-from shardwright.errors import Damaged
 
 
 def load_checkpoint(

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.errors import Damaged
+from shardwright.engine.errors import Damaged
 
 
 def check_states(stored: Any, mine: Mapping[str, Any]) -> None:

@@ -13,11 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwright._torch import local_of
 from shardwright.engine.assembly.find import Owned, ShardPlacementFn, mesh_asked, parallel_of_parameter
 from shardwright.engine.base.offload import Offload
 from shardwright.engine.base.precision import PrecisionPolicy, gradient_dtypes, policy_for
 from shardwright.engine.base.site import UnitSite
+from shardwright.engine.compat.private import local_of
+from shardwright.engine.layout import GradientDtypes, Ragged, TensorSpec, UnitLayout, plan_unit
+from shardwright.engine.memory import Slab
 from shardwright.engine.tensors.cut import Cut, cut_alone, make_cut
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
 from shardwright.engine.tensors.parameter import (
@@ -30,8 +32,6 @@ from shardwright.engine.tensors.parameter import (
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.same_object import Exchanged
 from shardwright.engine.tensors.tensor_parallel import TensorParallel
-from shardwright.layout import GradientDtypes, Ragged, TensorSpec, UnitLayout, plan_unit
-from shardwright.memory import Slab
 
 
 @dataclass(frozen=True, slots=True, eq=False)

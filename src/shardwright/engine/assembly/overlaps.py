@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwright._torch import storage_key, storage_use_count
 from shardwright.engine.assembly.find import UnitParameters
+from shardwright.engine.compat.private import storage_key, storage_use_count
 from shardwright.engine.tensors.parameter import Managed, plain_of
 from shardwright.engine.tensors.same_object import is_refused
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.board import ranks_in_words
-from shardwright.collective import RankGroup
-from shardwright.comm.noted import noted
 from shardwright.engine.assembly.find import UnitParameters, is_cut, own_modules
+from shardwright.engine.collective import RankGroup
+from shardwright.engine.comm.notes import noted
+from shardwright.engine.extend import ExtensionError
+from shardwright.engine.heartbeat import ranks_in_words
+from shardwright.engine.layout import Ragged
 from shardwright.engine.tensors.parameter import has_no_values, plain_of
-from shardwright.extend import ExtensionError
-from shardwright.layout import Ragged
 
 _CHUNK = 1 << 23  #: bytes that are hashed at a time
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.comm.noted import noted
+from shardwright.engine.comm.notes import noted
 from shardwright.engine.tensors.cut import Cut
 from shardwright.engine.tensors.parameter import ManagedParameter
 

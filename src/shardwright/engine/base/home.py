@@ -8,8 +8,8 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from shardwright.comm import Communicator
 from shardwright.engine.base.clock import Clock
+from shardwright.engine.comm import Communicator
 
 HEADER = 2  #: int64 words sent with every gather: the unit's number, and the age of the rank's weights
 #: From a communicator and the number of bytes: the function to call directly before the collective.

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import dtensor_of, foreach_copy_, local_of
-from shardwright.comm import Streams
+from shardwright.engine.comm import Streams
+from shardwright.engine.compat.private import dtensor_of, foreach_copy_, local_of
+from shardwright.engine.memory import Owner, Slab
 from shardwright.engine.tensors.gathering import full_of
-from shardwright.memory import Owner, Slab
 
 if TYPE_CHECKING:
     pass

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwright.layout import GradientDtypes
+from shardwright.engine.layout import GradientDtypes
 
 PerParameter = Callable[[str, nn.Parameter], MixedPrecisionPolicy | None] | Mapping[str, MixedPrecisionPolicy]
 

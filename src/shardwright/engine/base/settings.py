@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from shardwright.comm import BlockCodec, Codec, GradientHook
-from shardwright.extend.memories import OF_TORCH, NamedMemory
-from shardwright.memory import Allocator
+from shardwright.engine.comm import BlockCodec, Codec, GradientHook
+from shardwright.engine.extend.memories import OF_TORCH, NamedMemory
+from shardwright.engine.memory import Allocator
 
 
 @dataclass(frozen=True, slots=True, eq=False)

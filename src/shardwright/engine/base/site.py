@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwright.comm import Communicator
 from shardwright.engine.base.offload import HostReads
+from shardwright.engine.comm import Communicator
+from shardwright.engine.memory import Owner
 from shardwright.engine.tensors.ranks import Ranks
-from shardwright.memory import Owner
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,8 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import DataParallelMeshDims, local_of, sharded_or_replicated_by_torch
-from shardwright.comm import Communicator, Streams, make_mesh, streams_for
 from shardwright.engine.assembly.build import Arguments
 from shardwright.engine.assembly.find import (
     UNIT,
@@ -37,11 +35,18 @@ from shardwright.engine.assembly.states import check_layout, check_states, state
 from shardwright.engine.base.offload import offload_of
 from shardwright.engine.base.precision import as_precision
 from shardwright.engine.base.settings import Settings
+from shardwright.engine.comm import Communicator, Streams, make_mesh, streams_for
+from shardwright.engine.compat.private import DataParallelMeshDims, local_of, sharded_or_replicated_by_torch
+from shardwright.engine.extend import NamedLayout, NamedMemory, NamedStrategy
+from shardwright.engine.extend.layouts import layout_of
+from shardwright.engine.extend.strategies import resolve
 from shardwright.engine.front.composable import state_of
 from shardwright.engine.front.copies import convert_buffer
 from shardwright.engine.front.module import FSDPModule, install, original_class
 from shardwright.engine.front.selected import hook_backward
 from shardwright.engine.front.undo import Undo
+from shardwright.engine.layout import Ragged, Strategy
+from shardwright.engine.memory import Allocator
 from shardwright.engine.model.optimizer_hook import hook_optimizers
 from shardwright.engine.model.optimizer_states import hook_optimizer_states
 from shardwright.engine.model.pools import model_options
@@ -52,11 +57,6 @@ from shardwright.engine.tensors.same_object import refuse_uses
 from shardwright.engine.tensors.tensor_parallel import data_parallel
 from shardwright.engine.unit.owning import take_over
 from shardwright.engine.unit.unit import Unit
-from shardwright.extend import NamedLayout, NamedMemory, NamedStrategy
-from shardwright.extend.layouts import layout_of
-from shardwright.extend.strategies import resolve
-from shardwright.layout import Ragged, Strategy
-from shardwright.memory import Allocator
 
 #: Not ``list[nn.Module]``, because type checkers would not accept a ``list[nn.Linear]``.
 _M = TypeVar("_M", bound="nn.Module | list[Any]")

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import local_of, unmark_fully_sharded
-from shardwright.comm import GradientHook
 from shardwright.engine.assembly.find import UNIT, ShardPlacementFn, ShardPlacementResult, find_parameters
+from shardwright.engine.comm import GradientHook
+from shardwright.engine.compat.private import local_of, unmark_fully_sharded
 from shardwright.engine.gradients.stepping import forget_stepped
 from shardwright.engine.model.calls import Calls
 from shardwright.engine.tensors.extension import is_attached

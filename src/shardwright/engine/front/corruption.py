@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright.board import ranks_in_words
-from shardwright.collective import RankGroup
-from shardwright.comm.noted import noted
 from shardwright.engine.assembly.states import digest, hash_of, plain_tensors
 from shardwright.engine.base.names import FSDP1, plain_name
+from shardwright.engine.collective import RankGroup
+from shardwright.engine.comm.notes import noted
 from shardwright.engine.gradients.stepping import SteppedGradient
+from shardwright.engine.heartbeat import ranks_in_words
 from shardwright.engine.tensors.gathering import full_of
 from shardwright.engine.tensors.parameter import ManagedParameter, unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor

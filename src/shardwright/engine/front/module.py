@@ -15,14 +15,8 @@ from typing import Any, Literal, NoReturn, cast
 import torch
 from torch import nn
 
-from shardwright._torch import (
-    TorchFSDPModule,
-    called_by_split_backward,
-    called_by_torchs_fully_shard,
-    fsdp_classes,
-    hide_from_dynamo,
-)
-from shardwright.comm import (
+from shardwright.engine.assembly.find import UNIT, own_modules
+from shardwright.engine.comm import (
     BlockCodec,
     Codec,
     GradientHook,
@@ -30,13 +24,21 @@ from shardwright.comm import (
     SymmetricMemory,
     is_block_codec,
 )
-from shardwright.engine.assembly.find import UNIT, own_modules
+from shardwright.engine.compat.private import (
+    TorchFSDPModule,
+    called_by_split_backward,
+    called_by_torchs_fully_shard,
+    fsdp_classes,
+    hide_from_dynamo,
+)
+from shardwright.engine.extend import NamedMemory
 from shardwright.engine.front.composable import ModuleState, introduce, state_of
 from shardwright.engine.front.copies import convert, deepcopy_module
 from shardwright.engine.front.input_note import note_inputs
 from shardwright.engine.front.lending import lends
 from shardwright.engine.front.resizing import resizes
 from shardwright.engine.front.state_hooks import AfterLoad, AtRest, CutToShards, as_dtensors
+from shardwright.engine.memory import Source
 from shardwright.engine.model.calls import Calls, depth_of
 from shardwright.engine.model.root import Root, attach, root_of
 from shardwright.engine.unit.owning import scale_direct_gradients, settle, units_of
@@ -49,8 +51,6 @@ from shardwright.engine.unit.uses import (
     reduce_by,
     valid_for,
 )
-from shardwright.extend import NamedMemory
-from shardwright.memory import Source
 
 _classes: dict[tuple[type, bool], type] = {}
 COPY_OF = (
@@ -64,7 +64,12 @@ def _hide_engine() -> None:
 
 
 def _files_of_engine() -> list[str]:
-    rooms = ("shardwright.engine.", "shardwright.comm.", "shardwright.memory.", "shardwright._torch")
+    rooms = (
+        "shardwright.engine.",
+        "shardwright.engine.comm.",
+        "shardwright.engine.memory.",
+        "shardwright.engine.compat.private",
+    )
     modules = [
         module
         for name, module in list(sys.modules.items())

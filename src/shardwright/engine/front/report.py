@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright._torch import local_of, storage_key
+from shardwright.engine.compat.private import local_of, storage_key
+from shardwright.engine.extend import NamedMemory
 from shardwright.engine.gradients.stepping import SteppedGradient
+from shardwright.engine.memory import Plan, Planned
+from shardwright.engine.memory.plan import at_peak, peak
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.unit.owning import units_of
-from shardwright.extend import NamedMemory
-from shardwright.memory import Plan, Planned
-from shardwright.memory.plan import at_peak, peak
 
 
 @dataclass(frozen=True)

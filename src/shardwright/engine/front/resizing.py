@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.collective import RankGroup
 from shardwright.engine.assembly.find import UNIT
 from shardwright.engine.assembly.states import TakenTensor, sync_states
+from shardwright.engine.collective import RankGroup
 from shardwright.engine.front.whole import Options, Shown, showing
 from shardwright.engine.tensors.parameter import STANDS_FOR, Managed
 from shardwright.engine.unit.owning import settle, units_of

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from shardwright._torch import (
+from shardwright.engine.compat.private import (
     NOTHING,
     in_backward,
     is_transformed,

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from shardwright._torch import in_backward, local_of
 from shardwright.engine.assembly.find import UNIT, own_modules
 from shardwright.engine.assembly.states import digest
 from shardwright.engine.base.offload import whole_of
+from shardwright.engine.compat.private import in_backward, local_of
 from shardwright.engine.model.divergence import UNSHARD
 from shardwright.engine.model.optimizer_hook import reduce_held
 from shardwright.engine.model.root import root_of

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwright.comm import Communicator, Division, GradientHook, Pending, Site
+from shardwright.engine.comm import Communicator, Division, GradientHook, Pending, Site
+from shardwright.engine.layout import Packing, TensorSpec
 from shardwright.engine.tensors.ranks import Ranks
-from shardwright.layout import Packing, TensorSpec
 
 
 class _Stretch(NamedTuple):

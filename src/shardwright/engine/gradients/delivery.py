@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import (
+from shardwright.engine.base.offload import Host, HostSlab
+from shardwright.engine.compat.private import (
     gradient_hooks,
     local_of,
     post_accumulate_grad_hooks,
@@ -18,13 +19,12 @@ from shardwright._torch import (
     storage_use_count,
     waits_for_other_gradients,
 )
-from shardwright.engine.base.offload import Host, HostSlab
 from shardwright.engine.gradients.packer import Packer
+from shardwright.engine.layout import Packing
+from shardwright.engine.memory import Owner, Slab
 from shardwright.engine.tensors.parameter import ManagedParameter, is_cut_like
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.tensors.summed import EngineHook, only_engine_hooks
-from shardwright.layout import Packing
-from shardwright.memory import Owner, Slab
 
 
 class GradientShard:

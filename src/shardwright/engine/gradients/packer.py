@@ -10,10 +10,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from shardwright._torch import chunk_cat, grad_of, quick_attributes, set_grad
+from shardwright.engine.compat.private import chunk_cat, grad_of, quick_attributes, set_grad
+from shardwright.engine.layout import GradientPart, Packing, UnitLayout
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.tensors.ranks import Ranks
-from shardwright.layout import GradientPart, Packing, UnitLayout
 
 #: An item of a packing: a parameter's number, zeros, or the numbers and offsets of 0-d parameters and their size.
 PackedPart = int | torch.Tensor | tuple[tuple[tuple[int, int], ...], int]

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwright import board as boards
-from shardwright.comm import Communicator, Division, GradientHook, Pending, plan_division
+from shardwright.engine import heartbeat as boards
 from shardwright.engine.base.home import Announcer
 from shardwright.engine.base.offload import Host
+from shardwright.engine.comm import Communicator, Division, GradientHook, Pending, plan_division
 from shardwright.engine.gradients.carried import carriers
 from shardwright.engine.gradients.delivery import OnDevice, OnHost, Result
 from shardwright.engine.gradients.packer import Packer
+from shardwright.engine.layout import Packing, UnitLayout
+from shardwright.engine.memory import Owner, Slab
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.tensors.ranks import Ranks
-from shardwright.layout import Packing, UnitLayout
-from shardwright.memory import Owner, Slab
 
 
 class Sum:

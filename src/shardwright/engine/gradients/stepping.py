@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwright._torch import foreach_zero, make_wrapper, quick_attributes, tree_leaves
+from shardwright.engine.compat.private import foreach_zero, make_wrapper, quick_attributes, tree_leaves
 from shardwright.engine.tensors.parameter import ManagedParameter
 
 

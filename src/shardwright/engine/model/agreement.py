@@ -15,8 +15,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from shardwright import board as boards
-from shardwright.comm import Communicator, HostFlag, Meeting, Unreached, new_failure, notices, separate
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.comm import Communicator, HostFlag, Meeting, Unreached, new_failure, notices, separate
 from shardwright.engine.model.divergence import (
     CLIP,
     DOING,

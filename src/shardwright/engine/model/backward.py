@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from shardwright import board as boards
-from shardwright._torch import alone, annotate
+from shardwright.engine import heartbeat as boards
 from shardwright.engine.base.visit import Visit
+from shardwright.engine.compat.private import alone, annotate
 from shardwright.engine.model.root import Root
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import follow_requires_grad, issue, reduce

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright import board as boards
-from shardwright._torch import address_of, alone, annotate, in_backward, next_sequence_number
+from shardwright.engine import heartbeat as boards
 from shardwright.engine.base.visit import Frame, Visit
+from shardwright.engine.compat.private import address_of, alone, annotate, in_backward, next_sequence_number
 from shardwright.engine.model.backward import BACKWARD
 from shardwright.engine.model.root import Root, attach, root_of
 from shardwright.engine.tensors.parameter import FullParameter, plain_of

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any, NamedTuple, NoReturn
 
-from shardwright.board import ranks_in_words
-from shardwright.comm import LEFT, Communicator, notices
+from shardwright.engine.comm import LEFT, Communicator, notices
+from shardwright.engine.heartbeat import ranks_in_words
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.tensors.reading import KINDS, READ, refuse_divergence
 from shardwright.engine.unit.unit import Unit

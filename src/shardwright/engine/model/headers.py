@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardwright.comm import Communicator, Streams
 from shardwright.engine.base.home import HEADER
+from shardwright.engine.comm import Communicator, Streams
 
 
 class Headers:

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwright import board as boards
-from shardwright._torch import (
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.base.companion import companion_of
+from shardwright.engine.base.precision import refuse_gradient_dtypes
+from shardwright.engine.compat.private import (
     increment_version,
     quick_attributes,
     storage_key,
     subclasses_dispatch,
     watch_zero_grad,
 )
-from shardwright.engine.base.companion import companion_of
-from shardwright.engine.base.precision import refuse_gradient_dtypes
 from shardwright.engine.model.root import Root, root_of, roots
 from shardwright.engine.model.unfinished import BegunStep
 from shardwright.engine.tensors.parameter import (

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwright._torch import local_of, preserve_version_counters, watch_optimizer_states
+from shardwright.engine.compat.private import local_of, preserve_version_counters, watch_optimizer_states
 from shardwright.engine.tensors.parameter import Managed, unit_of
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete

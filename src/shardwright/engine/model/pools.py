@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import torch
 
-from shardwright._torch import prepare_to_swap_memory
 from shardwright.engine.base.settings import ModelOptions
+from shardwright.engine.compat.private import prepare_to_swap_memory
+from shardwright.engine.extend.memories import OF_TORCH, NamedMemory, memories
+from shardwright.engine.memory import DYNAMIC, Allocator, Item, Plan, Planned, Recorder, Slab
+from shardwright.engine.memory.plan import aligned, fitting, most_at_once
 from shardwright.engine.unit.unit import Unit
-from shardwright.extend.memories import OF_TORCH, NamedMemory, memories
-from shardwright.memory import DYNAMIC, Allocator, Item, Plan, Planned, Recorder, Slab
-from shardwright.memory.plan import aligned, fitting, most_at_once
 
 LONGEST = 200_000  #: largest number of recorded leases and releases, if no optimizer ever steps
 REPLANS = 3  #: how often a model is planned again after a step outside its plan

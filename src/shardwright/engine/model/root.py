@@ -15,14 +15,14 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from shardwright import board as boards
-from shardwright._torch import alone, annotate, queue_callback
+from shardwright.engine import heartbeat as boards
 from shardwright.engine.assembly.find import UNIT, own_modules
 from shardwright.engine.base.clock import Clock
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.precision import cast_buffers
 from shardwright.engine.base.settings import ModelOptions
 from shardwright.engine.base.visit import Visit
+from shardwright.engine.compat.private import alone, annotate, queue_callback
 from shardwright.engine.model.agreement import Agreement
 from shardwright.engine.model.divergence import END_BACKWARD, END_FORWARD
 from shardwright.engine.model.full_precision import check_agree, uses_full_precision

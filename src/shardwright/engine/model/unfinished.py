@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwright._torch import local_of
+from shardwright.engine.compat.private import local_of
 
 
 class BegunStep:

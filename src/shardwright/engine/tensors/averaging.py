@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright._torch import gradient_hooks, is_transformed, local_of, tree_leaves
-from shardwright.comm import Communicator, HostFlag, Streams
-from shardwright.comm.noted import noted
+from shardwright.engine.comm import Communicator, HostFlag, Streams
+from shardwright.engine.comm.notes import noted
+from shardwright.engine.compat.private import gradient_hooks, is_transformed, local_of, tree_leaves
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.reading import GRADIENT, KINDS, VALUE, agree_to_read_over
 from shardwright.engine.tensors.summed import CutGradient, EngineHook

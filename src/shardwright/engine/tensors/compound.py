@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwright._torch import is_made_of_tensors, made_of
+from shardwright.engine.compat.private import is_made_of_tensors, made_of
 
 #: Errors that classes raise for operations that they do not support, or not for this part.
 LACKING = (NotImplementedError, TypeError, ValueError)

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import dtensor_of, local_of
+from shardwright.engine.compat.private import dtensor_of, local_of
+from shardwright.engine.layout import RaggedSegment, Run, Segment, TensorSpec
+from shardwright.engine.memory import Slab
 from shardwright.engine.tensors import ragged
 from shardwright.engine.tensors.gathering import full_of
 from shardwright.engine.tensors.ragged import RaggedTensor
@@ -20,8 +22,6 @@ from shardwright.engine.tensors.ragged_spec import RaggedSpec
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.tensors.sharded_tensor import as_sharded
 from shardwright.engine.tensors.tensor_parallel import TensorParallel
-from shardwright.layout import RaggedSegment, Run, Segment, TensorSpec
-from shardwright.memory import Slab
 
 
 class Cut(Protocol):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import local_of
-from shardwright.comm import Communicator
+from shardwright.engine.comm import Communicator
+from shardwright.engine.compat.private import local_of
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.reading import DRAW, agree_to_read_over
 

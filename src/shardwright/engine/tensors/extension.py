@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from shardwright.engine.layout import TensorSpec
+from shardwright.engine.memory import Owner, Slab, resize
 from shardwright.engine.tensors.ranks import Ranks
-from shardwright.layout import TensorSpec
-from shardwright.memory import Owner, Slab, resize
 
 
 def is_extended(tensor: torch.Tensor) -> bool:

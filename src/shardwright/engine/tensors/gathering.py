@@ -13,8 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwright._torch import all_gather_single, dtensor_of, local_of, storage_key
-from shardwright.memory import resize
+from shardwright.engine.compat.private import all_gather_single, dtensor_of, local_of, storage_key
+from shardwright.engine.memory import resize
 
 
 def gathers_plainly(tensor: DTensor) -> bool:

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from shardwright._torch import (
+from shardwright.engine.comm import Communicator
+from shardwright.engine.compat.private import (
     dtensor_of,
     in_backward,
     increment_version,
@@ -26,7 +27,6 @@ from shardwright._torch import (
     tree_map,
     waited,
 )
-from shardwright.comm import Communicator
 from shardwright.engine.tensors.gathering import full_of
 from shardwright.engine.tensors.naming import parameter_behind, parameter_of
 from shardwright.engine.tensors.reading import BESIDE, NUMBER, agree_to_read

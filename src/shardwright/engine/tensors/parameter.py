@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import (
+from shardwright.engine.compat.private import (
     called_by_compiler,
     called_by_parameter,
     called_by_split_backward,

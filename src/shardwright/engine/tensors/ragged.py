@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright._torch import (
+from shardwright.engine.comm.notes import noted
+from shardwright.engine.compat.private import (
     called_by_stager,
     disabled_torch_function,
     dtensor_of,
@@ -28,7 +29,6 @@ from shardwright._torch import (
     tree_leaves,
     tree_map,
 )
-from shardwright.comm.noted import noted
 from shardwright.engine.tensors.averaging import (
     average,
     average_gradient,

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardwright._torch import (
+from shardwright.engine.comm.notes import noted
+from shardwright.engine.compat.private import (
     all_reduce_traced,
     foreach_norm,
     in_backward,
@@ -22,7 +23,6 @@ from shardwright._torch import (
     is_traced,
     refusal,
 )
-from shardwright.comm.noted import noted
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.ragged import (
     HANDLERS,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.comm.groups import make_group
+from shardwright.engine.comm.groups import make_group
 from shardwright.engine.tensors.tensor_parallel import TensorParallel
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardwright import board as boards
-from shardwright.comm import Communicator, Unreached
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.comm import Communicator, Unreached
 
 #: Time that a rank waits for the others. Ranks leave a backward together, so they come within this time.
 LIMIT = timedelta(seconds=30)

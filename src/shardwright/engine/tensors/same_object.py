@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwright._torch import (
+from shardwright.engine.compat.private import (
     exchange,
     gradient_hooks,
     moved_into,

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from shardwright._torch import (
+from shardwright.engine.compat.private import (
     StridedShard,
     called_by_stager,
     dtensor_of,

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwright._torch import gradient_hooks, refusal
+from shardwright.engine.compat.private import gradient_hooks, refusal
 
 CutFunction = Callable[[torch.Tensor], torch.Tensor]
 

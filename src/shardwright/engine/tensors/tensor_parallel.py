@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright._torch import DataParallelMeshDims, StridedShard, concatenated, flattened, local_of, waited
+from shardwright.engine.compat.private import (
+    DataParallelMeshDims,
+    StridedShard,
+    concatenated,
+    flattened,
+    local_of,
+    waited,
+)
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly
 from shardwright.engine.tensors.mesh_order import check_ascends
 

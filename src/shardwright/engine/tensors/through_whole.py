@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwright._torch import StridedShard, increment_version, local_of, refusal, tree_map
+from shardwright.engine.compat.private import StridedShard, increment_version, local_of, refusal, tree_map
 from shardwright.engine.tensors.naming import parameter_behind
 from shardwright.engine.tensors.ragged import RaggedTensor
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwright._torch import local_of, storage_key, tree_leaves
+from shardwright.engine.compat.private import local_of, storage_key, tree_leaves
 
 _aten = torch.ops.aten
 #: They write every element of their first argument and read none of it.

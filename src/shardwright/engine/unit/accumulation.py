@@ -9,17 +9,17 @@ from itertools import chain
 
 import torch
 
-from shardwright._torch import annotate, quick_attributes
-from shardwright.comm import separate, with_scatters
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.offload import Host
 from shardwright.engine.base.settings import Settings, Transport
+from shardwright.engine.comm import separate, with_scatters
+from shardwright.engine.compat.private import annotate, quick_attributes
 from shardwright.engine.gradients.due import Due, Held, due
 from shardwright.engine.gradients.reduction import Reduction
+from shardwright.engine.layout import GradientDtypes, Packing, plan_packing
 from shardwright.engine.tensors.parameter import hear_of_gradients
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.weights.weights import Weights
-from shardwright.layout import GradientDtypes, Packing, plan_packing
 
 
 def ranks_of_scatters(ranks: Ranks, transport: Transport) -> Ranks:

@@ -18,8 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright._torch import SHARDED_MARKS, is_view, next_sequence_number, sequence_number, waited
 from shardwright.engine.base.visit import Visit
+from shardwright.engine.compat.private import (
+    SHARDED_MARKS,
+    is_view,
+    next_sequence_number,
+    sequence_number,
+    waited,
+)
 from shardwright.engine.unit.containers import refuse_cycle, with_items, with_values
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import untransformed
 from shardwright.engine.assembly.build import build_memory
 from shardwright.engine.assembly.find import UNIT, UnitParameters, find_parameters, is_cut, own_modules
+from shardwright.engine.compat.private import untransformed
 from shardwright.engine.tensors.averaging import ScaleGradient, forget_scale, register
 from shardwright.engine.tensors.naming import remember
 from shardwright.engine.tensors.parameter import (

@@ -16,17 +16,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import local_of
-from shardwright.comm import Communicator, neighbours
 from shardwright.engine.assembly.build import Arguments, Built, cut_for
 from shardwright.engine.base.home import Home, Place
 from shardwright.engine.base.offload import Host, HostReads
 from shardwright.engine.base.settings import ModelOptions, Settings
 from shardwright.engine.base.site import UnitSite
 from shardwright.engine.base.visit import Activity
+from shardwright.engine.comm import Communicator, neighbours
+from shardwright.engine.compat.private import local_of
 from shardwright.engine.gradients.due import Held
 from shardwright.engine.gradients.reduction import Reduction
 from shardwright.engine.gradients.stepping import Stepping
+from shardwright.engine.layout import plan_unit
+from shardwright.engine.memory import Owner, Slab
 from shardwright.engine.tensors.parameter import ManagedParameter, become
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.ranks import Ranks
@@ -36,8 +38,6 @@ from shardwright.engine.unit.values import Values
 from shardwright.engine.unit.watch import ModuleWatch
 from shardwright.engine.weights.unready import NOT_THROUGH_OUTPUTS
 from shardwright.engine.weights.weights import Weights
-from shardwright.layout import plan_unit
-from shardwright.memory import Owner, Slab
 
 _serials = itertools.count()
 

@@ -7,7 +7,8 @@ import re
 import zlib
 from typing import cast
 
-from shardwright.comm import (
+from shardwright.engine.base.settings import Transport
+from shardwright.engine.comm import (
     BlockCodec,
     BlockCoding,
     Codec,
@@ -16,13 +17,12 @@ from shardwright.comm import (
     is_block_codec,
     with_gathers,
 )
-from shardwright.engine.base.settings import Transport
+from shardwright.engine.layout import UnitLayout
+from shardwright.engine.layout.blocks import cut_in_a_block, granule_of_blocks, plan_holdings
+from shardwright.engine.memory import Owner
 from shardwright.engine.tensors.cut import Cut
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.tensors.tensor_parallel import TensorParallel, cut_dim
-from shardwright.layout import UnitLayout
-from shardwright.layout.blocks import cut_in_a_block, granule_of_blocks, plan_holdings
-from shardwright.memory import Owner
 
 
 def encoding_gathers(

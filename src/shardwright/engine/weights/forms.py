@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-from shardwright._torch import local_of
+from shardwright.engine.compat.private import local_of
 from shardwright.engine.tensors.extension import any_attached
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.weights.lasting import Lasting

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from shardwright.engine.memory import Owner
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.weights.full_weights import Copies
-from shardwright.memory import Owner
 
 #: Called with a parameter's name, and a function that makes a fingerprint of its edit.
 Compare = Callable[[str, Callable[[], torch.Tensor]], None]

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from shardwright._torch import storage_key
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.settings import Transport
 from shardwright.engine.base.site import UnitSite
+from shardwright.engine.compat.private import storage_key
+from shardwright.engine.layout import UnitLayout
+from shardwright.engine.memory import Owner, Slab
 from shardwright.engine.tensors.parameter import ManagedParameter, in_place_view, plain_of
 from shardwright.engine.weights.coding import number_of
 from shardwright.engine.weights.gather import Extend, Gather, SecondaryShard, plan_gather
 from shardwright.engine.weights.ledger import FullCounters
-from shardwright.layout import UnitLayout
-from shardwright.memory import Owner, Slab
 
 
 class Copy:

@@ -13,18 +13,18 @@ from typing import Protocol
 
 import torch
 
-from shardwright._torch import foreach_copy_, subclasses_dispatch
-from shardwright.comm import Communicator, Pending, widened
 from shardwright.engine.base.home import HEADER, Place
 from shardwright.engine.base.offload import HostReads
 from shardwright.engine.base.settings import Transport
+from shardwright.engine.comm import Communicator, Pending, widened
+from shardwright.engine.compat.private import foreach_copy_, subclasses_dispatch
+from shardwright.engine.layout import Run, UnitLayout
+from shardwright.engine.memory import Owner, Slab
 from shardwright.engine.tensors.cut import Cut
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.weights.coding import encoding_gathers
 from shardwright.engine.weights.ledger import NEVER
-from shardwright.layout import Run, UnitLayout
-from shardwright.memory import Owner, Slab
 
 #: Whether foreach operations on sharded parameters increase a version counter (``ShardedTensor``). If they do not,
 #: gathered weights are used only in their root call.

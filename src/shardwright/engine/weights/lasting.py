@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright._torch import mutation_allowed, traced, transformed
 from shardwright.engine.base.visit import Visit
+from shardwright.engine.compat.private import mutation_allowed, traced, transformed
 from shardwright.engine.tensors.parameter import ON_DATA, FullDTensor, FullParameter, ManagedParameter
 
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwright._torch import increment_version, quick_attributes, set_versions
+from shardwright.engine.compat.private import increment_version, quick_attributes, set_versions
+from shardwright.engine.memory import Owner
 from shardwright.engine.tensors.parameter import ManagedParameter
-from shardwright.memory import Owner
 
 NEVER = -1  #: the epoch of memory without weights
 _version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 
-from shardwright.memory import Owner
+from shardwright.engine.memory import Owner
 
 
 class Residence(enum.Enum):

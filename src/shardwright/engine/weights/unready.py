@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from shardwright._torch import is_made_of_tensors, is_transformed
+from shardwright.engine.compat.private import is_made_of_tensors, is_transformed
+from shardwright.engine.memory import released_slabs, slab_of
 from shardwright.engine.weights.ledger import unit_of_version
-from shardwright.memory import released_slabs, slab_of
 
 _VERSION = re.compile(r"\[[\w.]+ \[([\d, ]*)\]\].* is at version (\d+); expected version \d+")
 _WITHOUT_MEMORY = re.compile(

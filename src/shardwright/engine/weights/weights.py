@@ -11,12 +11,14 @@ from collections.abc import Callable
 
 import torch
 
-from shardwright import board as boards
-from shardwright._torch import address_of, annotate
-from shardwright.comm import Pending
+from shardwright.engine import heartbeat as boards
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.settings import Transport
 from shardwright.engine.base.site import UnitSite
+from shardwright.engine.comm import Pending
+from shardwright.engine.compat.private import address_of, annotate
+from shardwright.engine.layout import UnitLayout
+from shardwright.engine.memory import Slab
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.weights.forms import Forms
 from shardwright.engine.weights.full_edits import FullEdits, fingerprint_of
@@ -24,8 +26,6 @@ from shardwright.engine.weights.full_weights import Copies, Copy
 from shardwright.engine.weights.gather import Gather, edits_are_seen
 from shardwright.engine.weights.ledger import NEVER, FullCounters, Ledger
 from shardwright.engine.weights.residence import Residence, change
-from shardwright.layout import UnitLayout
-from shardwright.memory import Slab
 
 SHARDED, ISSUING, GATHERING, RESIDENT, EMPTY = Residence
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from shardwright.durable import replace_file
+from shardwright.files.durable import replace_file
 from shardwright.planner.devices import GIB, Kind
-from shardwright.planner.measured import as_toml, as_values
+from shardwright.planner.measured import as_toml, measurement_values
 from shardwright.train.errors import UserError
 from shardwright.train.planning.imported_device import imported_device
 from shardwright.train.planning.measured_device import Summary, summary
@@ -144,7 +144,7 @@ def _values(device: Summary, kind: Kind) -> dict[str, Any]:
             "source": source,
             "tflops": {dtype: flops / 1e12 for dtype, flops in sorted(figures.flops.items())},
         },
-        "measured": as_values(device.measured),
+        "measured": measurement_values(device.measured),
     }
 
 

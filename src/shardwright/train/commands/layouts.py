@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from shardwright.extend import layouts
-from shardwright.layout import Ragged, plan
+from shardwright.engine.extend import layouts
+from shardwright.engine.layout import Ragged, plan
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import model_of

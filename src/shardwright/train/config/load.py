@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from shardwright.extend import Registry
+from shardwright.engine.extend import Registry
 from shardwright.train.config.catalog.kinds import kinds
 from shardwright.train.config.catalog.registry_names import registry_of
 from shardwright.train.config.keys import field_at, row_of, table_of

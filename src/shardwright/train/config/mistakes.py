@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from shardwright.extend import strategies
+from shardwright.engine.extend import strategies
 from shardwright.train.config.catalog.registry_names import UNKNOWN_KEY, WRONG_NAME, registry_of
 from shardwright.train.config.conflicts.table import ConflictError
 from shardwright.train.config.keys import (

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.checkpoint import Damaged
 from shardwright.checkpoint.format.digests import sealed, unsealed
 from shardwright.checkpoint.pretrained.model import Box, ModelTensor, boxes_of, tensors_of
-from shardwright.collective import RankGroup
+from shardwright.engine.collective import RankGroup
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import is_adapter
 from shardwright.train.run.writing import write_text

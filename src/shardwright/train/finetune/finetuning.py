@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.checkpoint.pretrained.key_maps import KeyMap
-from shardwright.collective import RankGroup
+from shardwright.engine.collective import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.errors import UserError

@@ -22,7 +22,7 @@ from shardwright.checkpoint.pretrained.files import SafetensorsFile, open_stored
 from shardwright.checkpoint.pretrained.key_maps import KeyMap, source_of
 from shardwright.checkpoint.pretrained.model import mesh_of, same_bits
 from shardwright.checkpoint.pretrained.save_pretrained import write_model
-from shardwright.collective import OtherRankFailed, RankGroup
+from shardwright.engine.collective import OtherRankFailed, RankGroup
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config.sections.finetune import FinetuneConfig
 from shardwright.train.config.shapes.hub import is_hub_name

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from shardwright.board import ranks_in_words
+from shardwright.engine.heartbeat import ranks_in_words
 from shardwright.train.errors import UserError
 from shardwright.train.launch.forecast import note_out_of_memory
 from shardwright.train.launch.job_end import Complaint, stopped_by

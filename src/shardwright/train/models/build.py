@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.extend import ExtensionError
+from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import ModelConfig
 from shardwright.train.config.catalog.kinds import kind_of, model_in_words, offers_of
 from shardwright.train.config.shapes.presets import Shape

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shardwright._torch import allow_graphs, compiled_graphs, set_activation_memory_budget
 from shardwright.activations import offload
 from shardwright.activations.checkpointing import SELECTIVE, checkpoint_blocks, compile_blocks
 from shardwright.activations.deferred_logits import LossInForward
+from shardwright.engine.compat.private import allow_graphs, compiled_graphs, set_activation_memory_budget
 from shardwright.train.models.language_model import LanguageModel
 
 if TYPE_CHECKING:  # pydantic is not there where only the benchmarks run

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import shardwright as sw
-from shardwright.collective import RankGroup
-from shardwright.comm.groups import make_mesh
 from shardwright.context import Split
 from shardwright.engine.base.names import plain_name
+from shardwright.engine.collective import RankGroup
+from shardwright.engine.comm.groups import make_mesh
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.train.config import Config, ParallelConfig
 from shardwright.train.config.catalog.kinds import offer, tensor_plan

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright._torch import has_expandable_segments, use_one_gloo_thread
-from shardwright.comm.groups import make_mesh
-from shardwright.comm.noted import noted
 from shardwright.context import Split
+from shardwright.engine.comm.groups import make_mesh
+from shardwright.engine.comm.notes import noted
+from shardwright.engine.compat.private import has_expandable_segments, use_one_gloo_thread
 from shardwright.train.config import Config, ParallelConfig
 from shardwright.train.config.dims import CONTEXT, ParallelDims
 from shardwright.train.errors import UserError

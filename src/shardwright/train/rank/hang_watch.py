@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from shardwright import board as boards
-from shardwright._torch import call_before_compiling
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.compat.private import call_before_compiling
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.launch.judgement import end_of_hang

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 import shardwright
-from shardwright.board import ranks_in_words
 from shardwright.checkpoint import Damaged
-from shardwright.collective import RankGroup
+from shardwright.engine.collective import RankGroup
+from shardwright.engine.heartbeat import ranks_in_words
 from shardwright.train.config import Config
 from shardwright.train.config.schema import flat, toml_value
 from shardwright.train.config.shapes.foreign import FILES_OF_PATH

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # matplotlib takes half a second to import; only the one proc
     from matplotlib.backends.backend_agg import RendererAgg
     from matplotlib.figure import Figure
 
-    from shardwright.memory import Plan
+    from shardwright.engine.memory import Plan
 
 KINDS = {
     "parameters": ("#9ECAE8", "a unit's full parameters, gathered"),

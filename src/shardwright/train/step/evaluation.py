@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright import board as boards
-from shardwright.comm.noted import noted
 from shardwright.context import Split, shard, whole_samples
-from shardwright.extend import ExtensionError
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.comm.notes import noted
+from shardwright.engine.extend import ExtensionError
 from shardwright.train.config.catalog.records import of_sets
 from shardwright.train.data.dataset import validation_samples
 from shardwright.train.data.samples.batch import Batch

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright import board as boards
+from shardwright.engine import heartbeat as boards
 from shardwright.train.config import Config
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.data.samples.loader import Loader, Share, StepBatches

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright._torch import hook_count
-from shardwright.collective import RankGroup
-from shardwright.extend import ExtensionError
+from shardwright.engine.collective import RankGroup
+from shardwright.engine.compat.private import hook_count
+from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.figures import is_reserved
 from shardwright.train.config.catalog.hooks import Action, Fault, StepInProgress, Sums, TrainerHook

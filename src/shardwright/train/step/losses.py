@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwright.activations.deferred_logits import DeferredLogits, LossInForward
 from shardwright.context import shard
-from shardwright.extend import ExtensionError
+from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import model_in_words
 from shardwright.train.data.samples.batch import Batch

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.noted import noted
+from shardwright.engine.comm.notes import noted
 from shardwright.optim.clip import ParameterNorms
 from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.launch.signals import SIGNALS

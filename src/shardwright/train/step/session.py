@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from shardwright import board as boards
-from shardwright.comm.noted import hears_dtensor
-from shardwright.extend import ExtensionError
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.comm.notes import hears_dtensor
+from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.kinds import sizes_of

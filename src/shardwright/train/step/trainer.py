@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright import board as boards
 from shardwright.activations.host_pool import HostMemoryError
 from shardwright.checkpoint import seed_generators
-from shardwright.collective import RankGroup
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.collective import RankGroup
 from shardwright.optim.clip import ParameterNorms
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Fault, StepInProgress, TrainerHook

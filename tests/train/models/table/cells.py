@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor
 
-from shardwright.collective import RankGroup
-from shardwright.extend import ExtensionError
+from shardwright.engine.collective import RankGroup
+from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.finetuning import check_called

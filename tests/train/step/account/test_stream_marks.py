@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright import board as boards
-from shardwright._torch import functional_collectives
-from shardwright.comm.noted import hears_dtensor
-from shardwright.comm.streams import HostStreams, streams_for, use_streams, watched
-from shardwright.page.notes import notes_picture
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.comm.notes import hears_dtensor
+from shardwright.engine.comm.streams import HostStreams, streams_for, use_streams, watched
+from shardwright.engine.compat.private import functional_collectives
 from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.launch.signals import StopRequest
+from shardwright.train.report.page.notes import notes_picture
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.account.step_notes import NOTED, NotesOfStep, TimedEvent
 from shardwright.train.step.trainer import Trainer

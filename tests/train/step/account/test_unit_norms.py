@@ -18,10 +18,10 @@ from shardwright.train.report.unit_norms import CELLS, UnitNorms, UnitNormsFile,
 from shardwright.train.run.past import Past
 from shardwright.train.run.position import Position
 from shardwright.train.step.numerics import detect
-from tests.page.kit import read_page
 from tests.support import multirank
 from tests.train.kit.jobs import HYBRID, config_file, records, tiny, train_here, trainer
 from tests.train.kit.plain_norms import plain_norms
+from tests.train.report.page.kit import read_page
 
 STRATEGIES, LAYOUTS = ("ddp", "zero1", "zero2", "zero3"), ("per_parameter", "ragged", "element")
 FEW: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from shardwright import board as boards
+from shardwright.engine import heartbeat as boards
 from shardwright.train.errors import UserError
 from shardwright.train.launch.forecast import shortage_file
 from shardwright.train.parallel.checks import check_division

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright._torch import local_of
-from shardwright.collective import RankGroup
+from shardwright.engine.collective import RankGroup
+from shardwright.engine.compat.private import local_of
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset, _check_validated
 from shardwright.train.data.samples.loader import Loader, Share

@@ -33,7 +33,7 @@ from shardwright.checkpoint.format.nested import nested
 from shardwright.checkpoint.save import collective_save
 from shardwright.checkpoint.storage import local_store
 from shardwright.checkpoint.storage.local_files import LocalFiles
-from shardwright.collective import RankGroup
+from shardwright.engine.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model

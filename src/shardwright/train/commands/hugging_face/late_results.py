@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from shardwright.extend.registry import in_words
+from shardwright.engine.extend.registry import in_words
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.config.catalog.sinks import RunSite, check_packages

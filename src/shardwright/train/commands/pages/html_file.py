@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shardwright.durable import replace_file
-from shardwright.page.document import LIMIT, size_of
+from shardwright.files.durable import replace_file
 from shardwright.train.errors import UserError
+from shardwright.train.report.page.document import LIMIT, size_of
 from shardwright.train.run.writing import writing
 
 OPTION = "--html"

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from shardwright.page.notes import LARGEST, notes_picture
-from shardwright.strict_json import strict_json
+from shardwright.files.json_text import strict_json
 from shardwright.train.errors import UserError, counted
 from shardwright.train.launch.forecast import plan_file
 from shardwright.train.report import jsonl, plots
+from shardwright.train.report.page.notes import LARGEST, notes_picture
 from shardwright.train.report.unit_norms import heat_map, read_unit_norms
 from shardwright.train.run.evaluations import Evaluation, evaluated_steps, evaluation_at, scalars_of
 from shardwright.train.run.folder import RunFolder

@@ -20,7 +20,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright.page.plan import losses_of, plan_page
+from shardwright.files.json_text import strict_json
 from shardwright.planner import cache
 from shardwright.planner.allocator import Rules
 from shardwright.planner.cycles import one_collection
@@ -35,7 +35,6 @@ from shardwright.planner.search import (
 )
 from shardwright.planner.speed import Speed, in_time, speed_of
 from shardwright.planner.verdict import Verdict, in_gib, judge
-from shardwright.strict_json import strict_json
 from shardwright.train.commands.pages.html_file import write_page
 from shardwright.train.commands.plans.grids import changed, divides_loss, further_settings, grids_of
 from shardwright.train.commands.plans.plan import (
@@ -54,6 +53,7 @@ from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import base_of
 from shardwright.train.config.plans.cache_key import cache_key
 from shardwright.train.errors import UserError, counted
+from shardwright.train.report.page.plan import losses_of, plan_page
 from shardwright.train.report.progress import patience, to_stderr
 
 _Result = tuple[Found, Speed] | str | None

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from shardwright.page.plan import plan_page
 from shardwright.planner import cache
 from shardwright.planner.allocator import Rules, with_setting
 from shardwright.planner.cycles import search_all
@@ -27,6 +26,7 @@ from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.plans.cache_key import cache_key
 from shardwright.train.config.plans.memory_edits import Keys, edits_of, edits_of_host, in_words
 from shardwright.train.errors import UserError, as_user_errors, counted
+from shardwright.train.report.page.plan import plan_page
 
 PROGRAMS = "shardwright.train.planning.programs"  #: the module that makes plans, which imports PyTorch
 EDITS = 3  #: shown at most
@@ -152,8 +152,8 @@ def program_of(
     key = cache_key(config, ranks, kind) if caches else None
     program = cache.load(key) if key is not None else None
     if program is None:
-        from shardwright._torch import log_errors_alone
-        from shardwright.tracing.hollow import map_large_blocks
+        from shardwright.engine.compat.private import log_errors_alone
+        from shardwright.planner.tracing.hollow import map_large_blocks
         from shardwright.train.planning import programs
 
         map_large_blocks()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from shardwright.files.json_text import strict_json
 from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import Device
 from shardwright.planner.program import Owner
 from shardwright.planner.speed import in_time, speed_of
 from shardwright.planner.verdict import Verdict, in_gib, judge
-from shardwright.strict_json import strict_json
 from shardwright.train.commands.plans.plan import program_of
 from shardwright.train.commands.plans.planned_job import PlannedJob
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from shardwright.extend.registry import ExtensionError, Registry, call, check_signature
+from shardwright.engine.extend.registry import ExtensionError, Registry, call, check_signature
 from shardwright.train.config.shapes.foreign import HuggingFaceShape, PythonShape
 from shardwright.train.config.shapes.presets import HYBRID_PRESETS, PRESETS, HybridConfig, LlamaConfig, Shape
 from shardwright.train.errors import UserError, as_user_errors

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardwright.extend.registry import ExtensionError, Registry, call, check_signature
+from shardwright.engine.extend.registry import ExtensionError, Registry, call, check_signature
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from shardwright.extend import Registry
+from shardwright.engine.extend import Registry
 
 #: Types of errors, whose contexts have the ``reason`` and, of a key below the section, the ``key``.
 WRONG_NAME, UNKNOWN_KEY = "wrong_name", "unknown_key"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwright.extend import strategies
+from shardwright.engine.extend import strategies
 from shardwright.train.config.catalog.engines import OWN_KEYS, engines_that
 from shardwright.train.config.catalog.kinds import kind_of
 from shardwright.train.config.catalog.records import LOSSES, of_sets

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import shardwright
-from shardwright.extend import layouts, memories, strategies
+from shardwright.engine.extend import layouts, memories, strategies
 from shardwright.train.config.catalog.kinds import kinds
 from shardwright.train.config.catalog.optimizers import optimizers
 from shardwright.train.config.schema import Config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardwright.extend import strategies
+from shardwright.engine.extend import strategies
 from shardwright.train.config.schema import Config
 
 Keys = Sequence[tuple[str, str]]

@@ -1,6 +1,6 @@
 """The same job with fewer layers or micro-batches: series of configurations that differ in the number of equal parts.
 
-A plan of many parts can be made from plans of few (``shardwright.planner.compose``) if the events of a step follow
+A plan of many parts can be made from plans of few (``shardwright.planner.composition``) if the events of a step follow
 their number. :func:`series_of` says for which configurations they do. Nothing here imports torch, before it looks up
 the layers of a model.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.extend import layouts, memories, strategies
+from shardwright.engine.extend import layouts, memories, strategies
 from shardwright.train.config.catalog.kinds import layers_of
 from shardwright.train.config.catalog.optimizers import optimizers
 from shardwright.train.config.dims import ParallelDims

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shardwright.extend import layouts, memories, strategies
+from shardwright.engine.extend import layouts, memories, strategies
 from shardwright.train.config.catalog.engines import ENGINES, EngineFacts, EngineName
 from shardwright.train.config.catalog.registry_names import OneOf, summaries
 from shardwright.train.config.sections.base import DType, Section

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwright.context import Split, attending, gather, shard
 from shardwright.context.attending import Part, visible
-from shardwright.extend import ExtensionError
+from shardwright.engine.extend import ExtensionError
 from shardwright.train.errors import UserError
 from shardwright.train.models.hf import documents as trials
 from shardwright.train.models.packed import Documents

@@ -27,7 +27,7 @@ from shardwright.checkpoint.pretrained.conversions import transformers_key_map
 from shardwright.checkpoint.pretrained.files import SAFETENSORS_INDEX, FileTensor, open_stored
 from shardwright.checkpoint.pretrained.key_maps import TensorSource
 from shardwright.checkpoint.pretrained.model import mesh_of
-from shardwright.collective import OtherRankFailed, RankGroup
+from shardwright.engine.collective import OtherRankFailed, RankGroup
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config.shapes.foreign import CONFIG, FILES_OF_PATH, HuggingFaceShape, is_folder
 from shardwright.train.config.shapes.hub import fetch_file, fetch_files, fetch_first

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright import board as boards
-from shardwright.comm.noted import noted
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.comm.notes import noted
 from shardwright.engine.front.report import in_units
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.figures import gib

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shardwright as sw
-from shardwright import board as boards
-from shardwright._torch import dump_memory_history, record_memory_history
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.compat.private import dump_memory_history, record_memory_history
 from shardwright.engine.front.report import in_units
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import RunEnd, StepRecord

@@ -1,6 +1,6 @@
 """The trace of the steps of `[profile] steps` on this rank, with ranges for steps and their parts.
 
-``shardwright.profiling`` writes the trace. Nothing here measures: `clock.py` beside this file does.
+``shardwright.watching.profiling`` writes the trace. Nothing here measures: `clock.py` beside this file does.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from shardwright import board as boards
-from shardwright.profiling import Profiler
+from shardwright.engine import heartbeat as boards
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.account.clock import Part
 from shardwright.train.step.trainer import Trainer
+from shardwright.watching.profiling import Profiler
 
 
 class StepProfile:

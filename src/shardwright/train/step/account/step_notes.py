@@ -15,12 +15,12 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from shardwright import board as boards
-from shardwright.comm.noted import DTENSOR, hears_dtensor
-from shardwright.comm.streams import streams_for, watched
-from shardwright.memory import Slab
-from shardwright.memory.slab import observe
-from shardwright.strict_json import strict_json
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.comm.notes import DTENSOR, hears_dtensor
+from shardwright.engine.comm.streams import streams_for, watched
+from shardwright.engine.memory import Slab
+from shardwright.engine.memory.slab import observe
+from shardwright.files.json_text import strict_json
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
@@ -158,7 +158,7 @@ class NotesOfStep(TrainerHook):
     # -- a listener of streams -----------------------------------------------------------------------------------
 
     def ordered(self, what: str, name: str, stream: Any) -> None:
-        """See `shardwright.comm.streams.Tell`."""
+        """See `shardwright.engine.comm.streams.Tell`."""
         name = name or STREAMS.get(self._collective, "")
         self._note(STREAM, self._unit or self._phase_unit, f"{what} {name}".strip(), NO_TIME)
         if self._event is None or stream is None or self._total > MOST or self._captures():

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.board import ranks_in_words
-from shardwright.collective import RankGroup
-from shardwright.comm.noted import noted
+from shardwright.engine.collective import RankGroup
+from shardwright.engine.comm.notes import noted
+from shardwright.engine.heartbeat import ranks_in_words
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.parallel.engines import engine_of

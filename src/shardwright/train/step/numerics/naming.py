@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwright._torch import foreach_norm
-from shardwright.collective import RankGroup
 from shardwright.engine.assembly.states import plain_tensors
 from shardwright.engine.base.names import plain_name
+from shardwright.engine.collective import RankGroup
+from shardwright.engine.compat.private import foreach_norm
 from shardwright.engine.front.corruption import unit_name
 from shardwright.engine.gradients.stepping import SteppedGradient
 from shardwright.train.errors import counted

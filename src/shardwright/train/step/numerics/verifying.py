@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.collective import RankGroup
+from shardwright.engine.collective import RankGroup
 from shardwright.engine.front.corruption import OWN, HashKey, state_hashes
 from shardwright.train.config import Config
 from shardwright.train.errors import JobError, UserError

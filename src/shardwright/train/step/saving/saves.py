@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from shardwright import board as boards
 from shardwright.checkpoint import AsyncCheckpoint, Damaged, remove_unfinished, replaces_checkpoints
-from shardwright.collective import RankGroup
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.collective import RankGroup
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.report.reporter import Reporter

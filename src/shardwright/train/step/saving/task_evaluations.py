@@ -15,8 +15,8 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from shardwright import board as boards
-from shardwright.comm.noted import noted
+from shardwright.engine import heartbeat as boards
+from shardwright.engine.comm.notes import noted
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Job, TrainerHook
 from shardwright.train.config.catalog.records import RunEnd, StepRecord

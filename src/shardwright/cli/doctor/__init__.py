@@ -1,0 +1,12 @@
+"""``shardwright doctor``: a description of the machine for a bug report, and measurements with what to do about them.
+
+``description`` looks at versions and settings and is quick. ``measurements`` measures, with a file for each subject:
+``devices``, ``links``, ``network``, ``memory``, ``clocks`` and ``folders``. Each of these has facts, taken from the
+machine, and verdicts, which are pure functions of the facts. ``children`` starts a measurement in a process with a time
+limit, and ``child`` is that process. Nothing here trains, and nothing raises for what cannot be measured.
+"""
+
+from __future__ import annotations
+
+from shardwright.cli.doctor.description import examine as examine
+from shardwright.cli.doctor.description import text_of as text_of

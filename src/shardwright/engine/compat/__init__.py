@@ -1,0 +1,1 @@
+"""Private names of torch, and differences between its versions. Nothing else imports a private name of torch."""
