@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from shardwright.common.errors import Damaged, SharedError
 from shardwright.engine.collective import OtherRankFailed, RankGroup
-from shardwright.engine.errors import Damaged, SharedError
 from shardwright.engine.heartbeat import ranks_in_words
 from tests.support import multirank, world_mesh
 

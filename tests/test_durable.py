@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.files.durable import make_folder, new_file, replace_file, sync_files
+from shardwright.common.durable import make_folder, new_file, replace_file, sync_files
 
 
 def fail_at(patch: pytest.MonkeyPatch, moment: int) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.files.json_text import not_finite, strict_json
+from shardwright.common.json_text import not_finite, strict_json
 from tests.support.strict_json import WRONG, strict
 
 SOURCE = Path(__file__).parents[1] / "src" / "shardwright"

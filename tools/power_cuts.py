@@ -24,8 +24,8 @@ import torch
 
 from shardwright.checkpoint import open_checkpoint
 from shardwright.checkpoint.save.collective_save import write_state
+from shardwright.common.errors import Damaged
 from shardwright.engine.collective import RankGroup
-from shardwright.engine.errors import Damaged
 
 ALONE = RankGroup(alone=True)
 

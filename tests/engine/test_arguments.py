@@ -11,9 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.fsdp import FSDPModule as TorchModule
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule as TorchModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard as torch_fully_shard,
+)
 from torch.distributed.tensor import Replicate, Shard
 
 import shardwright as sw

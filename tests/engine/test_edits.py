@@ -24,9 +24,16 @@ from torch.distributed.tensor import DTensor
 import shardwright as sw
 from tests.engine.kit.edits import average, check_same, data, loss_of, mlp, outcome, step_both, twins
 from tests.engine.kit.models import full
-from tests.engine.kit.subclasses import HalfGathered, Stored, check, gradients, straight_through, wrapped
-from tests.engine.kit.subclasses import backward as backward_of_wrapped
-from tests.engine.kit.subclasses import data as data_of_wrapped
+from tests.engine.kit.subclasses import (
+    HalfGathered,
+    Stored,
+    backward as backward_of_wrapped,
+    check,
+    data as data_of_wrapped,
+    gradients,
+    straight_through,
+    wrapped,
+)
 from tests.support import multirank
 
 # -- the plain model and the sharded one ---------------------------------------------------------------------

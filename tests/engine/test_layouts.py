@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import shardwright as sw
-from shardwright.engine.extend.strategies import resolve
+from shardwright.engine.extend.named_strategies import resolve
 from tests.engine.kit.layouts import (
     LAYOUTS,
     Model,

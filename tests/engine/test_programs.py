@@ -10,8 +10,7 @@ import os
 
 import hypothesis
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.engine.programs import Program, failure_of, programs, run_plain, show_program
 from tests.support import WorkerPools

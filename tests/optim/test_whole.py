@@ -12,8 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwright as sw

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwright.checkpoint.format.index import parse_index
 from shardwright.checkpoint.format.names import INDEX
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 from tools.faults.history import History, Place, read
 from tools.faults.jobs import LONGEST_REFERENCE, Job, run_attempt
 from tools.faults.points import Fault

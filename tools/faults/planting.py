@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.train.data.samples.loader import Loader
-from shardwright.train.step import loop, session
-from shardwright.train.step import trainer as trainer_module
+from shardwright.train.step import loop, session, trainer as trainer_module
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 from tools.faults.points import Fault, Plan, count_calls

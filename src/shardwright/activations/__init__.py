@@ -6,3 +6,28 @@ use it: the model's own code runs, and its logits are a record of them. ``causal
 loss. ``checkpointing`` drops activations of blocks and computes them again. ``offload`` stores them in the host's
 memory, in buffers of ``host_pool``. Nothing here knows configurations or the trainer.
 """
+
+from typing import TYPE_CHECKING
+
+from shardwright.common.doors import door
+
+if TYPE_CHECKING:
+    from shardwright.activations.causal_lm import chunk_causal_lm_loss as chunk_causal_lm_loss
+    from shardwright.activations.checkpointing import (
+        SELECTIVE as SELECTIVE,
+        checkpoint_blocks as checkpoint_blocks,
+        compile_blocks as compile_blocks,
+    )
+    from shardwright.activations.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
+    from shardwright.activations.deferred_logits import (
+        DeferredLogits as DeferredLogits,
+        LossInForward as LossInForward,
+    )
+    from shardwright.activations.head_call import piece_of_call as piece_of_call
+    from shardwright.activations.host_pool import HostMemoryError as HostMemoryError, HostPool as HostPool
+    from shardwright.activations.offload import (
+        SMALLEST as SMALLEST,
+        offload_activations as offload_activations,
+    )
+
+__all__, __getattr__, __dir__ = door(__spec__)

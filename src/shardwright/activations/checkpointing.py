@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwright.activations.offload import local_part, note_policy
-from shardwright.engine.compat.private import (
-    kept_results,
-    let_go_result,
-    storage_key,
-    tree_leaves,
-    was_let_go,
-)
+from shardwright.engine.compat import kept_results, let_go_result, storage_key, tree_leaves, was_let_go
 
 #: Matrix products, by name. "half_ops" keeps every second one.
 PRODUCTS = frozenset(

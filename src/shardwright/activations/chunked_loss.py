@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.activations.head_call import call_once, computing_piece
 from shardwright.activations.held_gradients import HeldGradients
 from shardwright.activations.token_rows import TokenRows
-from shardwright.engine.compat.private import keeps_graph
+from shardwright.engine.compat import keeps_graph
 
 AUTO_BYTES = 256 << 20  #: of a chunk's logits in float32 with ``chunks="auto"``
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.activations.chunked_loss import ChunkedLoss
 from shardwright.activations.head_call import prepare_once
-from shardwright.engine.compat.private import quick_attributes
+from shardwright.engine.compat import quick_attributes
 
 #: Operations that compute each logit by itself: with numbers, and tensors of one element or of one for each class.
 _ELEMENTWISE = frozenset(

@@ -15,11 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwright.engine.assembly.find import UNIT
-from shardwright.engine.front.composable import ModuleState
-from shardwright.engine.front.methods import call_as_forward
-from shardwright.engine.model.calls import Calls, spare_weights
-from shardwright.engine.tensors.parameter import Managed, unit_of
+from shardwright.engine import UNIT, Calls, Managed, ModuleState, call_as_forward, spare_weights, unit_of
 
 _BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.overrides import TorchFunctionMode
 
 from shardwright.activations.token_rows import TokenRows
-from shardwright.engine.compat.private import dtensor_of, local_of
+from shardwright.engine import STANDS_FOR, unit_of
+from shardwright.engine.compat import dtensor_of, local_of
 from shardwright.engine.memory import Owner, Slab
-from shardwright.engine.tensors.parameter import STANDS_FOR, unit_of
 
 HEAD_GRADIENT = "head gradient"  #: the kind of the slabs, in reports and plans
 _ALIGN = 64  #: bytes between the gradients in a slab

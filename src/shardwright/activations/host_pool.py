@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwright.engine.base.offload import Host
+from shardwright.engine import Host
 
 
 class HostMemoryError(RuntimeError):

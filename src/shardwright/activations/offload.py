@@ -19,9 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwright.activations.host_pool import HostMemoryError, HostPool, rounded
 from shardwright.activations.saved_bytes import SavedView, StoredBytes, extent
-from shardwright.engine.base.offload import Host
-from shardwright.engine.comm.streams import streams_for
-from shardwright.engine.compat.private import (
+from shardwright.engine import Host
+from shardwright.engine.comm import streams_for
+from shardwright.engine.compat import (
     dispatches,
     foreach_copy_,
     hide_from_dynamo,

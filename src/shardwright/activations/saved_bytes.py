@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.activations.host_pool import HostPool
-from shardwright.engine.compat.private import dtensor_of
+from shardwright.engine.compat import dtensor_of
 
 _ALIGNMENT = 512  #: bytes of a device's allocations. Kernels may depend on the alignment of their tensors.
 

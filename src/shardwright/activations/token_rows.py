@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from shardwright.engine.compat.private import local_of
+from shardwright.engine.compat import local_of
 
 
 class TokenRows:

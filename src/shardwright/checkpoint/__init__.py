@@ -16,107 +16,98 @@ of torch's distributed checkpoint. ``pretrained``, ``stream`` and ``convert`` ar
 Names are imported at first use, so that reading a token cache or a digest does not import the engine.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from shardwright.engine.errors import Damaged
+from shardwright.common.doors import door
 
 if TYPE_CHECKING:
-    from shardwright.checkpoint.asynchronous.async_checkpoint import AsyncCheckpoint
-    from shardwright.checkpoint.format.index import UnknownVersion
-    from shardwright.checkpoint.format.nested import nested
-    from shardwright.checkpoint.load.checkpoints import StoredForm
-    from shardwright.checkpoint.pretrained.key_maps import Joined, KeyMap, Slice, Stacked, Transposed
-    from shardwright.checkpoint.pretrained.load_pretrained import Loaded, load_pretrained
-    from shardwright.checkpoint.pretrained.save_pretrained import save_pretrained
+    from shardwright.checkpoint.asynchronous.async_checkpoint import AsyncCheckpoint as AsyncCheckpoint
+    from shardwright.checkpoint.convert.conversion import convert_checkpoint as convert_checkpoint
+    from shardwright.checkpoint.dcp.opcodes import not_plain as not_plain
+    from shardwright.checkpoint.format.digests import sealed as sealed, unsealed as unsealed
+    from shardwright.checkpoint.format.index import UnknownVersion as UnknownVersion
+    from shardwright.checkpoint.format.names import INDEX as INDEX, METADATA as METADATA
+    from shardwright.checkpoint.format.nested import (
+        NestedState as NestedState,
+        StateTensor as StateTensor,
+        nested as nested,
+    )
+    from shardwright.checkpoint.load.checkpoints import StoredForm as StoredForm
+    from shardwright.checkpoint.pretrained.conversions import transformers_key_map as transformers_key_map
+    from shardwright.checkpoint.pretrained.files import (
+        SAFETENSORS_INDEX as SAFETENSORS_INDEX,
+        FileTensor as FileTensor,
+        SafetensorsFile as SafetensorsFile,
+        abbreviated as abbreviated,
+        open_stored as open_stored,
+        write_json as write_json,
+    )
+    from shardwright.checkpoint.pretrained.key_maps import (
+        Joined as Joined,
+        KeyMap as KeyMap,
+        Slice as Slice,
+        Stacked as Stacked,
+        TensorSource as TensorSource,
+        Transposed as Transposed,
+        source_of as source_of,
+    )
+    from shardwright.checkpoint.pretrained.load_pretrained import (
+        Loaded as Loaded,
+        load_pretrained as load_pretrained,
+    )
+    from shardwright.checkpoint.pretrained.model import (
+        Box as Box,
+        ModelTensor as ModelTensor,
+        boxes_of as boxes_of,
+        mesh_of as mesh_of,
+        same_bits as same_bits,
+        tensors_of as tensors_of,
+    )
+    from shardwright.checkpoint.pretrained.renaming import Rule as Rule
+    from shardwright.checkpoint.pretrained.save_pretrained import (
+        save_pretrained as save_pretrained,
+        write_model as write_model,
+        write_stored_model as write_stored_model,
+    )
+    from shardwright.checkpoint.pretrained.stored_model import (
+        StoredModel as StoredModel,
+        bytes_of as bytes_of,
+        stored_model as stored_model,
+    )
     from shardwright.checkpoint.storage.housekeeping import (
-        check_writable,
-        is_checkpoint,
-        list_checkpoints,
-        remove_checkpoint,
-        remove_unfinished,
-        replaces_checkpoints,
+        check_writable as check_writable,
+        is_checkpoint as is_checkpoint,
+        list_checkpoints as list_checkpoints,
+        remove_checkpoint as remove_checkpoint,
+        remove_unfinished as remove_unfinished,
+        replaces_checkpoints as replaces_checkpoints,
     )
-    from shardwright.checkpoint.storage.local_store import has_description
-    from shardwright.checkpoint.storage.locations import folder_or_url
-    from shardwright.checkpoint.storage.publishing import write_file
-    from shardwright.checkpoint.stream.receive import receive_weights
-    from shardwright.checkpoint.stream.send import stream_weights
+    from shardwright.checkpoint.storage.local_files import (
+        open_regular as open_regular,
+        read_regular as read_regular,
+        size_of as size_of,
+    )
+    from shardwright.checkpoint.storage.local_store import has_description as has_description
+    from shardwright.checkpoint.storage.locations import folder_or_url as folder_or_url
+    from shardwright.checkpoint.storage.publishing import write_file as write_file
+    from shardwright.checkpoint.stream.receive import receive_weights as receive_weights
+    from shardwright.checkpoint.stream.send import stream_weights as stream_weights
     from shardwright.checkpoint.training.generators import (
-        generator_states,
-        seed_generators,
-        set_generator_states,
+        generator_states as generator_states,
+        seed_generators as seed_generators,
+        set_generator_states as set_generator_states,
     )
-    from shardwright.checkpoint.training.load_checkpoint import load_checkpoint
-    from shardwright.checkpoint.training.open_checkpoint import StoredCheckpoint, open_checkpoint
-    from shardwright.checkpoint.training.save_checkpoint import save_checkpoint, save_state
+    from shardwright.checkpoint.training.load_checkpoint import load_checkpoint as load_checkpoint
+    from shardwright.checkpoint.training.open_checkpoint import (
+        StoredCheckpoint as StoredCheckpoint,
+        open_checkpoint as open_checkpoint,
+    )
+    from shardwright.checkpoint.training.save_checkpoint import (
+        SHARED as SHARED,
+        save_checkpoint as save_checkpoint,
+        save_state as save_state,
+        state_to_save as state_to_save,
+    )
+    from shardwright.common.errors import Damaged as Damaged
 
-__all__ = [
-    "AsyncCheckpoint",
-    "Damaged",
-    "Joined",
-    "KeyMap",
-    "Loaded",
-    "Slice",
-    "Stacked",
-    "StoredCheckpoint",
-    "StoredForm",
-    "Transposed",
-    "UnknownVersion",
-    "check_writable",
-    "folder_or_url",
-    "generator_states",
-    "has_description",
-    "is_checkpoint",
-    "list_checkpoints",
-    "load_checkpoint",
-    "load_pretrained",
-    "nested",
-    "open_checkpoint",
-    "receive_weights",
-    "remove_checkpoint",
-    "remove_unfinished",
-    "replaces_checkpoints",
-    "save_checkpoint",
-    "save_pretrained",
-    "save_state",
-    "seed_generators",
-    "set_generator_states",
-    "stream_weights",
-    "write_file",
-]
-
-#: The module of each name.
-_HOMES = {
-    name: module
-    for module, names in {
-        "asynchronous.async_checkpoint": "AsyncCheckpoint",
-        "format.index": "UnknownVersion",
-        "format.nested": "nested",
-        "load.checkpoints": "StoredForm",
-        "pretrained.load_pretrained": "Loaded load_pretrained",
-        "pretrained.key_maps": "Joined KeyMap Slice Stacked Transposed",
-        "pretrained.save_pretrained": "save_pretrained",
-        "storage.housekeeping": (
-            "check_writable is_checkpoint list_checkpoints remove_checkpoint remove_unfinished replaces_checkpoints"
-        ),
-        "storage.local_store": "has_description",
-        "storage.locations": "folder_or_url",
-        "storage.publishing": "write_file",
-        "stream.receive": "receive_weights",
-        "stream.send": "stream_weights",
-        "training.generators": "generator_states seed_generators set_generator_states",
-        "training.load_checkpoint": "load_checkpoint",
-        "training.open_checkpoint": "StoredCheckpoint open_checkpoint",
-        "training.save_checkpoint": "save_checkpoint save_state",
-    }.items()
-    for name in names.split()
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__all__, __getattr__, __dir__ = door(__spec__)

@@ -13,7 +13,7 @@ from shardwright.cli.parsing import Parser, wants_traceback
 from shardwright.train.report.progress import to_stderr
 
 if TYPE_CHECKING:
-    from shardwright.checkpoint.pretrained.renaming import Rule
+    from shardwright.checkpoint import Rule
 
 FORMS = ("shardwright", "safetensors", "dcp", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -23,8 +23,8 @@ _BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".
 def _run(call: Call) -> int:
     import torch
 
-    from shardwright.checkpoint.convert.conversion import convert_checkpoint
-    from shardwright.engine.errors import Damaged
+    from shardwright.checkpoint import convert_checkpoint
+    from shardwright.common.errors import Damaged
     from shardwright.train.errors import UserError, counted
 
     options = call.options
@@ -78,7 +78,7 @@ def _failure(error: OSError, source: str, destination: str) -> str:
 
 
 def _abbreviated(keys: Any) -> str:
-    from shardwright.checkpoint.pretrained.files import abbreviated
+    from shardwright.checkpoint import abbreviated
 
     # A name in a file can hold characters that change the terminal.
     return abbreviated([key if key.isprintable() else ascii(key) for key in keys])
@@ -139,7 +139,7 @@ def _refuse_run(source: str) -> None:
 
 
 def _rule(text: str) -> Rule:
-    from shardwright.checkpoint.pretrained.renaming import Rule
+    from shardwright.checkpoint import Rule
     from shardwright.train.errors import UserError
 
     old, equals, new = text.partition("=")

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser, integer
-from shardwright.planner.search import MOST_AT_A_TIME
+from shardwright.planner import MOST_AT_A_TIME
 from shardwright.train.errors import UserError
 
 CPU = "cpu"
@@ -21,7 +21,7 @@ CPU = "cpu"
 def _run(call: Call) -> int:
     import warnings
 
-    from shardwright.planner.devices import known_devices
+    from shardwright.planner import known_devices
     from shardwright.train.commands.plans import new_job
 
     options = call.options
@@ -96,7 +96,7 @@ class _Questions:
 
 def _devices(text: str) -> tuple[int, Any]:
     """The number of ranks and their device; None for the CPU."""
-    from shardwright.planner.devices import DeviceError, parse_devices
+    from shardwright.planner import DeviceError, parse_devices
 
     if (of_cpu := re.fullmatch(r"(?:(\d+)x)?cpu", text, re.IGNORECASE)) is not None:
         ranks = int(of_cpu[1] or 2)
@@ -129,7 +129,7 @@ def _here() -> str:
 
 
 def _local_device() -> Any:
-    from shardwright.planner.tracing.local import local_device
+    from shardwright.planner.tracing import local_device
 
     return local_device()
 

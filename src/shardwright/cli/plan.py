@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser
-from shardwright.planner.search import MOST_AT_A_TIME
+from shardwright.planner import MOST_AT_A_TIME
 from shardwright.train.errors import UserError
 
 if TYPE_CHECKING:
-    from shardwright.planner.devices import Device
+    from shardwright.planner import Device
 
 
 def _run(call: Call) -> int:
@@ -27,7 +27,7 @@ def _run(call: Call) -> int:
 
 def _plan(call: Call) -> int:
     if call.options.accuracy:
-        from shardwright.planner.accuracy import in_words, read
+        from shardwright.planner import in_words, read
 
         print(in_words(read()))
         return 0
@@ -36,7 +36,7 @@ def _plan(call: Call) -> int:
         if value is None:
             raise UserError(f"plan: expected {name}, found none; see shardwright plan --help")
 
-    from shardwright.planner.devices import DeviceError, parse_devices
+    from shardwright.planner import DeviceError, parse_devices
 
     try:
         ranks, device = parse_devices(call.options.on, _local_device)
@@ -65,7 +65,7 @@ def _plan(call: Call) -> int:
     if options.only and not options.fit:
         raise UserError("--only: expected --fit, of whose search it names the keys, found none; add it")
     if options.fit or len(jobs) > 1:
-        from shardwright.planner.allocator import Rules
+        from shardwright.planner import Rules
         from shardwright.train.errors import as_user_errors
 
         if options.fit and len(jobs) > 1:
@@ -98,7 +98,7 @@ def _plan(call: Call) -> int:
 
 
 def _local_device() -> Device:
-    from shardwright.planner.tracing.local import local_device
+    from shardwright.planner.tracing import local_device
 
     return local_device()
 

@@ -12,12 +12,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from shardwright import __version__
 from shardwright.cli import (
     calibrate,
     compare,
     convert,
-    doctor,
     evaluate,
     export,
     extensions,
@@ -31,6 +29,7 @@ from shardwright.cli import (
     train,
 )
 from shardwright.cli.command import Call
+from shardwright.cli.doctor import command as doctor
 from shardwright.cli.parsing import (
     Parser,
     split_overrides,
@@ -38,6 +37,7 @@ from shardwright.cli.parsing import (
     wants_traceback,
     width_of_terminal,
 )
+from shardwright.common.version import __version__
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.launch.relay import note_mistake
 from shardwright.train.launch.signals import restore_handlers

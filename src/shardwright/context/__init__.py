@@ -5,17 +5,33 @@ tokens. ``attending`` computes on what these bring together. ``modules`` makes i
 model with other layers that mix tokens exchanges for itself; nothing here knows a layer.
 """
 
-from shardwright.context.attending import attention
-from shardwright.context.modules import context_parallel
-from shardwright.context.split import Split, current, gather, positions, shard, whole_samples
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Split",
-    "attention",
-    "context_parallel",
-    "current",
-    "gather",
-    "positions",
-    "shard",
-    "whole_samples",
-]
+from shardwright.common.doors import door
+
+if TYPE_CHECKING:
+    from shardwright.context.attending import (
+        Part as Part,
+        attend_part as attend_part,
+        attention as attention,
+        exchanged as exchanged,
+        visible as visible,
+    )
+    from shardwright.context.exchange import (
+        copies_of_heads as copies_of_heads,
+        repeated as repeated,
+        to_heads as to_heads,
+        to_tokens as to_tokens,
+    )
+    from shardwright.context.modules import context_parallel as context_parallel
+    from shardwright.context.rows import RowExchange as RowExchange
+    from shardwright.context.split import (
+        Split as Split,
+        current as current,
+        gather as gather,
+        positions as positions,
+        shard as shard,
+        whole_samples as whole_samples,
+    )
+
+__all__, __getattr__, __dir__ = door(__spec__)

@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from shardwright.context import exchange
 from shardwright.context.split import Split, current, note_compiled, within
-from shardwright.engine.compat.private import uncompiled
+from shardwright.engine.compat import uncompiled
 
 
 class Part(NamedTuple):

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.context.split import Split
-from shardwright.engine.comm.notes import noted
-from shardwright.engine.comm.streams import streams_for
-from shardwright.engine.compat.private import all_gather_single
-from shardwright.engine.heartbeat import ranks_in_words
+from shardwright.engine import ranks_in_words
+from shardwright.engine.comm import noted, streams_for
+from shardwright.engine.compat import all_gather_single
 
 POSITIONS, MASK = "position_ids", "attention_mask"  #: arguments of transformers' models
 _VERDICT = "positions"  #: the side stream on which statements go to the host

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from shardwright.context import attending
-from shardwright.context import split as splits
+from shardwright.context import attending, split as splits
 from shardwright.context.inputs import POSITIONS, ComparedInputs, is_of_transformers
 from shardwright.context.split import Split
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.compat.private import uncompiled
+from shardwright.engine import RankGroup
+from shardwright.engine.compat import uncompiled
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.private import all_gather_single
+from shardwright.engine.comm import noted
+from shardwright.engine.compat import all_gather_single
 
 
 class RowExchange(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.context.rows import RowGather
-from shardwright.engine.compat.private import hook_of_checkpoint
+from shardwright.engine.compat import hook_of_checkpoint
 
 
 class Split:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.common.errors import Damaged, OtherOptimizer, SharedError
 from shardwright.engine.comm.notes import noted
-from shardwright.engine.errors import Damaged, OtherOptimizer, SharedError
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwright.engine.assembly.states import digest, plain_tensors
+from shardwright.engine import digest, plain_tensors
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from shardwright.engine.compat.private import TorchDispatchMode, fill_truncated_normal
+from shardwright.engine.compat import TorchDispatchMode, fill_truncated_normal
 from shardwright.init.recorder import RECORDER, UNNAMED, DeferredTensor
 from shardwright.init.truncated import with_little_memory
 

@@ -12,17 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.compat.private import exchange, local_of, share_gradient_hooks
-from shardwright.engine.model.optimizer_hook import hook_optimizers
-from shardwright.engine.tensors.parameter import (
+from shardwright.engine import (
     Managed,
     ManagedParameter,
     has_no_values,
+    hook_optimizers,
+    is_refused,
     plain_of,
     refuse_while_deferring,
     unit_of,
 )
-from shardwright.engine.tensors.same_object import is_refused
+from shardwright.engine.compat import exchange, local_of, share_gradient_hooks
 from shardwright.init.log import Entry, Memory, View, plan
 from shardwright.init.recorder import RECORDER, UNNAMED, DeferredTensor
 from shardwright.init.replay import Materialise, replay

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from shardwright.engine.compat.private import storage_key, storage_use_count
+from shardwright.engine.compat import storage_key, storage_use_count
 from shardwright.init.log import Memory, View
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.compat.private import tree_flatten
+from shardwright.engine.compat import tree_flatten
 from shardwright.init.captured import Captured
 from shardwright.init.log import Entry, Memory, View
 

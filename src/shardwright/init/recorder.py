@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwright.engine.compat.private import (
+from shardwright.engine import DEFERRED, FILLING
+from shardwright.engine.compat import (
     disabled_torch_function,
     set_data,
     storage_key,
@@ -23,8 +24,6 @@ from shardwright.engine.compat.private import (
     tree_map_only,
     tree_unflatten,
 )
-from shardwright.engine.tensors.parameter import DEFERRED
-from shardwright.engine.tensors.unset import FILLING
 from shardwright.init.captured import Captured
 from shardwright.init.log import Entry, View, record
 from shardwright.init.memories import Memories

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.compat.private import storage_key, tree_flatten, tree_map
+from shardwright.engine.compat import storage_key, tree_flatten, tree_map
 from shardwright.init.captured import Captured
 from shardwright.init.log import Entry, Memory, View, plan, schedule, touched
 from shardwright.init.streams import GeneratorStream

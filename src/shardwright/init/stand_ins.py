@@ -12,11 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwright.engine.assembly.find import UNIT, inner_first
-from shardwright.engine.compat.private import tree_flatten
-from shardwright.engine.front.module import original_class
-from shardwright.engine.tensors.parameter import Managed, Slot, has_no_values, unit_of
-from shardwright.engine.unit.unit import Unit
+from shardwright.engine import UNIT, Managed, Slot, Unit, has_no_values, inner_first, original_class, unit_of
+from shardwright.engine.compat import tree_flatten
 from shardwright.init.context import deferred_init, refuse_on_meta
 from shardwright.init.log import Memory, ReplayPlan, View, plan
 from shardwright.init.recorder import RECORDER, DeferredTensor

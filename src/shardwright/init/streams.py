@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwright.engine.compat.private import generator_key
+from shardwright.engine.compat import generator_key
 from shardwright.init.log import Draw, Entry
 from shardwright.init.origin import mark_after, mark_of_state
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from shardwright.engine.compat.private import outside_dispatch_modes
+from shardwright.engine.compat import outside_dispatch_modes
 
 PIECE = 1 << 22
 """Elements that are drawn at once. The CPU's generator makes normal numbers in groups of 16, so pieces are multiples of
@@ -66,6 +67,33 @@ def fill_in_pieces(
                 fresh = room[: len(part)].normal_(mean, std, generator=generator)
                 torch.where(_outside(part, low, high), fresh, part, out=part)
     return tensor
+
+
+@contextmanager
+def draws_one_piece() -> Iterator[None]:
+    """Inside the context, look at one piece of a large tensor's numbers, not at hundreds, because a plan reads none.
+
+    A piece takes the same memory as all of them, one after another.
+    """
+    global fill_in_pieces
+    plain = fill_in_pieces
+
+    def fill(
+        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any, piece: int
+    ) -> torch.Tensor:
+        flat = tensor.detach().view(-1)
+        if len(flat) <= PIECE:  # of a check of torch's numbers
+            return plain(tensor, mean, std, a, b, generator, piece)
+        with torch.no_grad():
+            flat.normal_(mean, std, generator=generator)
+        plain(flat[:piece], mean, std, a, b, generator, piece)
+        return tensor
+
+    fill_in_pieces = fill
+    try:
+        yield
+    finally:
+        fill_in_pieces = plain
 
 
 def _outside(part: torch.Tensor, low: float, high: float) -> torch.Tensor:

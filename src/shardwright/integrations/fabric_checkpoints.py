@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardwright.checkpoint import is_checkpoint, load_pretrained
-from shardwright.engine import FSDPModule
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import FSDPModule, RankGroup
 from shardwright.integrations import named_files, named_loading
 from shardwright.integrations.fabric_models import Forward
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.private import foreach_norm, local_of
-from shardwright.engine.model.optimizer_hook import reduce_held
+from shardwright.engine import reduce_held
+from shardwright.engine.comm import noted
+from shardwright.engine.compat import foreach_norm, local_of
 from shardwright.integrations.fabric_models import sharded_model
 
 

@@ -15,15 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwright.engine import FSDPModule
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.comm.groups import make_mesh
-from shardwright.engine.front.wrap import as_policy
-from shardwright.engine.heartbeat import ranks_in_words
+from shardwright.engine import FSDPModule, RankGroup, as_policy, ranks_in_words
+from shardwright.engine.comm import make_mesh
 
 AutoWrapPolicy = Collection[type[nn.Module]] | Callable[..., bool]
 

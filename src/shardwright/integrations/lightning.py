@@ -47,14 +47,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from shardwright.engine import fully_shard
-from shardwright.engine.assembly.find import ShardPlacementFn
+from shardwright.engine import TAKEN, Managed, ShardPlacementFn, fully_shard, has_no_values
 from shardwright.engine.layout import Ragged, Strategy
 from shardwright.engine.memory import Allocator
-from shardwright.engine.tensors.parameter import Managed, has_no_values
-from shardwright.engine.tensors.same_object import TAKEN
-from shardwright.init import deferred_init, materialize
-from shardwright.init.recorder import DeferredTensor
+from shardwright.init import DeferredTensor, deferred_init, materialize
 from shardwright.integrations import named_state
 from shardwright.integrations.fabric_checkpoints import (
     file_path,

@@ -13,10 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint import Damaged, is_checkpoint
-from shardwright.checkpoint.dcp.opcodes import not_plain
-from shardwright.checkpoint.format.names import INDEX, METADATA
-from shardwright.checkpoint.storage.local_files import open_regular
+from shardwright.checkpoint import INDEX, METADATA, Damaged, is_checkpoint, not_plain, open_regular
 
 OTHER_VALUES = "meta.pt"  #: in a folder, the file with what is neither model nor optimizer
 

@@ -25,14 +25,10 @@ from shardwright.checkpoint import (
     nested,
     open_checkpoint,
 )
-from shardwright.engine.base.companion import companion_of
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.tensors.parameter import unit_of
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine import RaggedTensor, RankGroup, companion_of, unit_of
 from shardwright.integrations.named_files import dict_in, other_values
 from shardwright.integrations.named_state import KINDS, VALUE, StateByKind, agreed_parts, has_state
-from shardwright.optim.companion import ShardedCompanion
-from shardwright.optim.whole_state import mapped
+from shardwright.optim import ShardedCompanion, mapped
 
 #: The keys of an entry in the nested state of a checkpoint.
 Keys = tuple[Any, ...]

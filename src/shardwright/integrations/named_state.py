@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright.checkpoint import save_state, write_file
-from shardwright.engine import FSDPModule
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import FSDPModule, RankGroup
 from shardwright.integrations.named_files import check_target
-from shardwright.optim.whole_state import mapped
+from shardwright.optim import mapped
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,13 +18,25 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from shardwright.engine.compat.private import outside_dispatch_modes
+from shardwright.engine.compat import outside_dispatch_modes
 from shardwright.optim.kept import Kept, prepared
 
 #: Elements of one pass. Each needs about 30 bytes beside the state. On a CPU they must fit into its caches: four times
 #: as many took four times as long per element. On other devices they must hide the cost of kernel launches.
 CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 22
+
+
+@contextmanager
+def chunks_of_devices() -> Iterator[None]:
+    """Update tensors on the CPU in passes as large as on other devices, because a plan for those runs on the CPU."""
+    global CHUNK
+    own, CHUNK = CHUNK, DEVICE_CHUNK
+    try:
+        yield
+    finally:
+        CHUNK = own
+
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 #: The code of zero.

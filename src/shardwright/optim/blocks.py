@@ -7,9 +7,7 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.engine.tensors.ragged_spec import RaggedSpec
-from shardwright.engine.tensors.tensor_parallel import cut_dim
+from shardwright.engine import RaggedSpec, RaggedTensor, cut_dim
 
 
 def block_spec(p: DTensor | RaggedTensor, block: int) -> RaggedSpec:

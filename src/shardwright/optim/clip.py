@@ -14,15 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.private import foreach_mul_, foreach_norm, local_of
-from shardwright.engine.model.divergence import CLIP
-from shardwright.engine.model.optimizer_hook import reduce_held
-from shardwright.engine.model.root import root_of
-from shardwright.engine.tensors.parameter import unit_of
-from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.engine.tensors.tensor_parallel import cut_dim
-from shardwright.engine.unit.unit import Unit
+from shardwright.engine import CLIP, RaggedTensor, Unit, cut_dim, reduce_held, root_of, unit_of
+from shardwright.engine.comm import noted
+from shardwright.engine.compat import foreach_mul_, foreach_norm, local_of
 
 
 def clip_grad_norm_(

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.engine.base.companion import Companion, companion_of
-from shardwright.engine.unit.unit import Unit
+from shardwright.engine import Companion, Unit, companion_of
 from shardwright.optim.calls import CallsInBackward
 from shardwright.optim.host_state import HostState
 from shardwright.optim.needs import Need

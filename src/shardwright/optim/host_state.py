@@ -15,12 +15,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.base.offload import Host
-from shardwright.engine.compat.private import dtensor_of, local_of
+from shardwright.engine import Host, RaggedTensor, as_sharded, unit_of
+from shardwright.engine.compat import dtensor_of, local_of
 from shardwright.engine.memory import Owner, Slab
-from shardwright.engine.tensors.parameter import unit_of
-from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.engine.tensors.sharded_tensor import as_sharded
 from shardwright.optim.kept import Kept
 from shardwright.optim.whole_state import leaves, mapped
 

@@ -12,8 +12,20 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from shardwright.engine.base.precision import refuse_gradient_dtypes
-from shardwright.engine.compat.private import (
+from shardwright.engine import (
+    UNIT_OF,
+    Stepping,
+    Unit,
+    complete,
+    fit_gradients,
+    forget_stepped,
+    reduce_held,
+    refuse_dead,
+    refuse_gradient_dtypes,
+    root_of,
+    unit_of,
+)
+from shardwright.engine.compat import (
     foreach_clamp_,
     increment_version,
     local_of,
@@ -22,12 +34,6 @@ from shardwright.engine.compat.private import (
     step_without_hooks,
     tell_schedulers,
 )
-from shardwright.engine.gradients.stepping import Stepping, forget_stepped
-from shardwright.engine.model.optimizer_hook import fit_gradients, reduce_held, refuse_dead
-from shardwright.engine.model.root import root_of
-from shardwright.engine.tensors.parameter import UNIT_OF, unit_of
-from shardwright.engine.unit.unit import Unit
-from shardwright.engine.unit.uses import complete
 from shardwright.optim.calls import CallsInBackward
 from shardwright.optim.companion import BackwardSteps, sharded_companion
 from shardwright.optim.needs import Needs

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.tensors.parameter import unit_of
-from shardwright.engine.unit.unit import Unit
+from shardwright.engine import Unit, unit_of
 from shardwright.optim.calls import PartialSteps
 from shardwright.optim.companion import ShardedCompanion, sharded_companion
 from shardwright.optim.host_state import HostState, part_of_state

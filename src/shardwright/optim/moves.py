@@ -17,11 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.private import foreach_copy_
-from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.engine.tensors.ragged_spec import RaggedSpec
-from shardwright.engine.tensors.tensor_parallel import cut_dim
+from shardwright.engine import RaggedSpec, RaggedTensor, cut_dim
+from shardwright.engine.comm import noted
+from shardwright.engine.compat import foreach_copy_
 
 #: Bytes of gradients and of values or updates that an owner has whole in one round, unless one tensor has more.
 LARGEST_ROUND, SMALLEST_ROUND = 32 * 2**20, 2**20

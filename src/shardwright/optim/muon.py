@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from shardwright.engine.compat.private import step_without_hooks
+from shardwright.engine.compat import step_without_hooks
 from shardwright.optim.needs import Need, newton_schulz_cost
 from shardwright.optim.updates import Updates, muon_updates
 

@@ -14,9 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright.engine.tensors.parameter import unit_of
-from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.engine.tensors.tensor_parallel import cut_dim
+from shardwright.engine import RaggedTensor, cut_dim, unit_of
 
 #: Elements in a block, counted in row-major order from the tensor's first (1: each element alone), or the whole tensor.
 Need = int | Literal["tensor"]

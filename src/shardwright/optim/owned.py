@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.tensors.parameter import unit_of
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine import RaggedTensor, unit_of
 from shardwright.optim import whole_state
 from shardwright.optim.host_state import host_of_whole
 from shardwright.optim.moves import MeshRanks

@@ -15,10 +15,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwright.engine import RaggedTensor, unit_of
 from shardwright.engine.comm import Communicator
-from shardwright.engine.compat.private import local_of
-from shardwright.engine.tensors.parameter import unit_of
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.compat import local_of
 from shardwright.optim.calls import PartialSteps
 from shardwright.optim.host_state import HostState, part_of_state
 from shardwright.optim.moves import MeshRanks, Moving, RankParts, StepItem, balance, in_rounds

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.comm import Communicator
-from shardwright.engine.comm.notes import noted
+from shardwright.engine import RankGroup
+from shardwright.engine.comm import Communicator, noted
 from shardwright.optim import whole_state
 from shardwright.optim.moves import MeshRanks
 from shardwright.optim.owned import WholeParameter

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.compat.private import foreach_copy_
+from shardwright.engine.compat import foreach_copy_
 from shardwright.optim.moves import MeshRanks, Mover, Moving, StepItem, StepRound
 from shardwright.optim.owned import WholeParameter
 

@@ -15,8 +15,20 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from shardwright.engine.base.companion import COMPANION, companion_of
-from shardwright.engine.compat.private import (
+from shardwright.engine import (
+    COMPANION,
+    COUNTS_STEPS,
+    TAKEN,
+    Managed,
+    RaggedTensor,
+    Unit,
+    before_optimizer_step,
+    companion_of,
+    count_of_objects,
+    count_step,
+    unit_of,
+)
+from shardwright.engine.compat import (
     local_of,
     only_schedulers_wrap,
     seen_by_schedulers,
@@ -24,11 +36,6 @@ from shardwright.engine.compat.private import (
     tell_schedulers,
     uncompiled,
 )
-from shardwright.engine.model.optimizer_hook import COUNTS_STEPS, before_optimizer_step, count_step
-from shardwright.engine.tensors.parameter import Managed, unit_of
-from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.engine.tensors.same_object import TAKEN, count_of_objects
-from shardwright.engine.unit.unit import Unit
 from shardwright.init import value_of
 from shardwright.optim.blocks import block_spec
 from shardwright.optim.companion import ShardedCompanion, sharded_companion

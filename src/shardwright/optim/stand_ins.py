@@ -11,10 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright.engine.compat.private import dtensor_of, local_of
-from shardwright.engine.tensors.ragged import RaggedTensor, part_of
-from shardwright.engine.tensors.ragged_spec import RaggedSpec
-from shardwright.engine.tensors.sharded_tensor import as_sharded
+from shardwright.engine import RaggedSpec, RaggedTensor, as_sharded, part_of
+from shardwright.engine.compat import dtensor_of, local_of
 from shardwright.optim.blocks import block_spec
 from shardwright.optim.needs import name_of
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardwright.engine.compat.private import alone, muon_functions, step_without_hooks
+from shardwright.engine.compat import alone, muon_functions, step_without_hooks
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.compat.private import local_of
-from shardwright.engine.tensors.ragged import RaggedDTensor, RaggedTensor
+from shardwright.engine import RaggedDTensor, RaggedTensor
+from shardwright.engine.compat import local_of
 from shardwright.optim.moves import MeshRanks
 
 _EXACT = 2**53  #: numbers are sent as float64, which is exact for integers up to this one

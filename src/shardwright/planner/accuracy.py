@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from shardwright.files.json_text import strict_json
+from shardwright.common.json_text import strict_json
 from shardwright.planner.verdict import in_gib
 
 

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwright.files.durable import replace_file
+from shardwright.common.durable import replace_file
 from shardwright.planner.cycles import without_collections
 from shardwright.planner.program import (
     Alloc,

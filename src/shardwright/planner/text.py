@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from shardwright.files.json_text import strict_json
+from shardwright.common.json_text import strict_json
 from shardwright.planner.speed import Speed
 from shardwright.planner.verdict import Verdict, peak_in_words
 

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from shardwright.engine.errors import SharedError
+from shardwright.common.errors import SharedError
 
 
 class JobError(SharedError):

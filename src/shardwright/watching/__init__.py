@@ -4,3 +4,17 @@
 stacks and rings. ``watcher`` is the thread of a rank, ``hosts`` what hosts exchange, ``launched`` what a
 launcher sees. ``api`` is ``sw.watch``. The name of this room is not ``watch``: that is the function.
 """
+
+from typing import TYPE_CHECKING
+
+from shardwright.common.doors import door
+
+if TYPE_CHECKING:
+    from shardwright.watching.api import Watch, start, watch
+    from shardwright.watching.diagnosis import Verdict, judge_start
+    from shardwright.watching.launched import STOPPED_AT_START, Eyes, Hang, Looks, Processes
+    from shardwright.watching.profiling import Profiler, profiler
+    from shardwright.watching.reading import STOPPED, BoardReader
+    from shardwright.watching.watcher import Watcher, WatchSettings
+
+__all__, __getattr__, __dir__ = door(__spec__)

@@ -18,10 +18,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.engine import FSDPModule
-from shardwright.engine import heartbeat as boards
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.compat.private import another_client, default_store
+from shardwright.engine import FSDPModule, RankGroup, heartbeat as boards
+from shardwright.engine.compat import another_client, default_store
 from shardwright.watching import evidence
 from shardwright.watching.hosts import Courier
 from shardwright.watching.reading import BoardReader

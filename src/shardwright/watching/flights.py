@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardwright.engine import heartbeat as boards
-from shardwright.engine.compat.private import flight_entries, ranks_by_group_name
+from shardwright.engine.compat import flight_entries, ranks_by_group_name
 
 MOST = 32  #: collectives that are noted
 

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from shardwright.engine import FSDPModule
-from shardwright.engine import heartbeat as boards
-from shardwright.engine.compat.private import is_profiling, synchronisation_events
+from shardwright.engine import FSDPModule, heartbeat as boards
+from shardwright.engine.compat import is_profiling, synchronisation_events
 
 
 class UnitNames:

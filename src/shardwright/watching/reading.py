@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.engine import heartbeat as boards
-from shardwright.engine.heartbeat import ENTRY, HEADER, MAGIC, RING_AT, SLOTS, VERSION, WORD, Board
+from shardwright.engine import ENTRY, HEADER, MAGIC, RING_AT, SLOTS, VERSION, WORD, Board, heartbeat as boards
 
 _LOCK = struct.Struct("hhqqi4x")  #: struct flock
 RUNS, STOPPED, DISK, ENDED, LEFT, SILENT = "runs", "stopped", "disk", "ended", "left", "silent"

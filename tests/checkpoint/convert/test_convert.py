@@ -20,15 +20,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright as sw
-from shardwright.checkpoint.convert.conversion import FORMS
-from shardwright.checkpoint.convert.conversion import convert_checkpoint as convert
+from shardwright.checkpoint.convert.conversion import FORMS, convert_checkpoint as convert
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.pretrained import files
 from shardwright.checkpoint.pretrained.key_maps import Joined, Transposed
 from shardwright.checkpoint.storage.local_files import LocalWriter
 from shardwright.checkpoint.storage.local_store import LocalSave
+from shardwright.common.errors import Damaged
 from shardwright.engine.collective import RankGroup
-from shardwright.engine.errors import Damaged
 from tests.checkpoint.kit.states import load_state
 from tests.support import multirank, world_mesh
 
@@ -231,7 +230,7 @@ def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: py
 
     for form, name in zip((*FORMS, "safetensors"), ("a", "b", "c", "d.pt", "e.safetensors"), strict=True):
         with monkeypatch.context() as patched:
-            patched.setattr("shardwright.files.durable.os.fsync", full)
+            patched.setattr("shardwright.common.durable.os.fsync", full)
             patched.setattr("shardwright.checkpoint.pretrained.files.os.pwrite", full)
             patched.setattr("zipfile._ZipWriteFile.write", full)
             with pytest.raises(OSError, match="No space left"):

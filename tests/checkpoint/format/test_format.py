@@ -20,7 +20,7 @@ from shardwright.checkpoint.format.boxes import check_coverage
 from shardwright.checkpoint.format.index import parse_index
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import decoded, encoded
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 from tests.checkpoint.kit.states import bits
 
 DTYPES = [

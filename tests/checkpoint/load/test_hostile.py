@@ -37,8 +37,8 @@ from shardwright.checkpoint.format.index import (
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage.local_store import LocalStore
+from shardwright.common.errors import Damaged
 from shardwright.engine.collective import RankGroup
-from shardwright.engine.errors import Damaged
 from tests.checkpoint.kit.children import run_into
 from tests.checkpoint.kit.hostile import put_index, read_index, repair
 from tests.checkpoint.kit.states import load_state

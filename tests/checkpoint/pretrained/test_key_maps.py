@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardwright.checkpoint import Joined, Slice, Stacked, Transposed
 from shardwright.checkpoint.pretrained.key_maps import TensorSource, keys_of, pieces_of, source_of, views_of

@@ -24,8 +24,8 @@ from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.storage.object_store import ObjectStore
 from shardwright.checkpoint.storage.stores import Store
+from shardwright.common.errors import Damaged
 from shardwright.engine.collective import RankGroup
-from shardwright.engine.errors import Damaged
 from tests.checkpoint.kit.models import trained
 from tests.checkpoint.kit.states import load_state
 from tests.support.pool import multirank

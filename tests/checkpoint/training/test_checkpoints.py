@@ -21,8 +21,8 @@ from shardwright.checkpoint.format.index import UnknownVersion
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.save.collective_save import write_state
+from shardwright.common.errors import Damaged
 from shardwright.engine.collective import RankGroup
-from shardwright.engine.errors import Damaged
 from tests.checkpoint.kit.states import bits, load_state
 from tests.support.pool import multirank, world_mesh
 

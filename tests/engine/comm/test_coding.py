@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardwright.engine.comm import MXFP8, BlockCoding, BlockwiseFP8
 from shardwright.engine.layout import Ragged, RaggedSegment, TensorSpec, UnitLayout, plan_unit

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.extend.strategies import resolve
+from shardwright.engine.extend.named_strategies import resolve
 from tests.engine.kit.models import loss_of, tokens
 from tests.engine.kit.places import On
 from tests.engine.programs import whole

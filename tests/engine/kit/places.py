@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 import shardwright as sw
-from shardwright.engine.extend.strategies import resolve, strategies
+from shardwright.engine.extend.named_strategies import resolve, strategies
 from tests.engine.kit.meetings import fresh_meetings
 from tests.support import WorkerPools, world_mesh
 from tests.support.matrix import together

@@ -18,7 +18,7 @@ import shardwright as sw
 from shardwright.activations.checkpointing import checkpoint_blocks
 from shardwright.comm_hooks import Compressed, Int8Blocks, PowerSGD
 from shardwright.engine.comm import DeviceStreams
-from shardwright.engine.extend.strategies import resolve
+from shardwright.engine.extend.named_strategies import resolve
 from tests.engine.custom import Gathers, Scatters
 from tests.engine.kit.edits_of_shards import EDITS
 from tests.engine.kit.models import Model, loss_of, tokens

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardwright.engine.layout import ALIGNMENT, Layout, Member, Ragged, TensorSpec, plan, plan_unit
 from shardwright.engine.layout.planner import RaggedSegment

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardwright.engine.layout import ALIGNMENT, GradientDtypes, TensorSpec, plan_packing, plan_unit
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 import shardwright as sw
-from shardwright.engine.extend.strategies import resolve, strategies
+from shardwright.engine.extend.named_strategies import resolve, strategies
 from shardwright.engine.layout import Strategy
 
 S, R = "shard", "replicate"

@@ -7,8 +7,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardwright.engine.memory import Item, Plan, pack, peak, slots
 from shardwright.engine.memory.packing import EFFORT, ORDERS, _Search

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright import cli
-from shardwright.engine.extend.stores import NEEDED
+from shardwright.engine.extend.store_registry import NEEDED
 from shardwright.train.commands.extensions import REGISTRIES
 from tests.train.kit.hooks import EXAMPLES, JOB
 from tests.train.kit.jobs import config_file

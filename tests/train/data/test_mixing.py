@@ -6,8 +6,7 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardwright.train.data.samples.mixing import SLOTS, Appended, GrowingOrder, Mixing, slots_of
 from shardwright.train.data.samples.order import SampleOrder

@@ -8,8 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardwright.train.data.samples import packing as packing_module
 from shardwright.train.data.samples.batch import IGNORED, Batch, Rows

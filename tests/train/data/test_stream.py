@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardwright.train.data.samples.batch import IGNORED, Batch
 from shardwright.train.data.samples.loader import Loader, Share

@@ -28,8 +28,7 @@ class Transformers(LanguageModel):
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
-        from transformers import AutoModelForCausalLM
-        from transformers import LlamaConfig as Config
+        from transformers import AutoModelForCausalLM, LlamaConfig as Config
 
         values: dict[str, Any] = {
             "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -12,8 +12,7 @@ import pytest
 
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
-from shardwright.train.step import reduction
-from shardwright.train.step import trainer as trainers
+from shardwright.train.step import reduction, trainer as trainers
 from shardwright.train.step.trainer import Trainer
 from tests.support.sim import Sim, load
 from tests.train.kit.datasets import byte_dataset

@@ -25,8 +25,7 @@ from shardwright.train.rank.rendezvous import fresh_store
 from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, Outcome
 from shardwright.train.run.folder import RunFolder
 from tests.train.kit.faults import environment
-from tests.train.kit.jobs import TINY, config_file, losses, read_exit, records, run
-from tests.train.kit.jobs import ranks as run_ranks
+from tests.train.kit.jobs import TINY, config_file, losses, ranks as run_ranks, read_exit, records, run
 from tests.train.launch.kit.forked import launch
 
 FAULTY = ("--optimizer.name", "tests.train.kit.faults:ADAMW")

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from shardwright.train.config import Config, load_config
-from shardwright.train.config.shapes import foreign as shapes
-from shardwright.train.config.shapes import hub as hub_module
+from shardwright.train.config.shapes import foreign as shapes, hub as hub_module
 from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.errors import UserError
 from shardwright.train.models.hf import transformers_model

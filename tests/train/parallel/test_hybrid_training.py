@@ -21,8 +21,7 @@ from tests.support import multirank, world_mesh
 from tests.train.kit import jobs
 from tests.train.kit.hybrid import tiny, tokens, whole_loss
 from tests.train.kit.parallel import dataset_of
-from tests.train.kit.text import batch as batch_of
-from tests.train.kit.text import random_text
+from tests.train.kit.text import batch as batch_of, random_text
 
 # ------------------------------------------------------------------------------
 # Sharded

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardwright import cli
 from shardwright.cli import program
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import Complaint
 from shardwright.train.launch.judgement import EndOfRanks, Evidence, announce, judge

@@ -35,9 +35,8 @@ from shardwright.checkpoint.storage.save_names import files_of_save, note_of_ran
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import place_of
 from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
-from shardwright.engine import heartbeat as boards
-from shardwright.engine.collective import RankGroup, described, raise_for
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
+from shardwright.engine import RankGroup, described, heartbeat as boards, raise_for
 
 Failure = tuple[int, str]  #: number of the error's kind, and its text
 

@@ -18,7 +18,7 @@ from shardwright.checkpoint.save.collective_save import describe, write_own_file
 from shardwright.checkpoint.save.writing import WrittenFile
 from shardwright.checkpoint.storage.save_names import note_of_rank
 from shardwright.checkpoint.storage.stores import unless_removed
-from shardwright.engine.collective import described, raise_for
+from shardwright.engine import described, raise_for
 
 #: Seconds without a sign of the other ranks, after which the first rank's writer gives up. Only while its trainer ends:
 #: before that, the trainers themselves find out that one of them is gone.

@@ -14,7 +14,7 @@ from shardwright.checkpoint.format.index import decoded_chunk, encoded_chunk
 from shardwright.checkpoint.save.writing import WrittenFile
 from shardwright.checkpoint.storage.save_names import note_of_rank
 from shardwright.checkpoint.storage.stores import UnfinishedSave
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 
 def leave(save: UnfinishedSave, rank: int, attempt: str, written: WrittenFile) -> None:

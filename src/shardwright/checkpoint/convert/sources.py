@@ -23,7 +23,7 @@ from shardwright.checkpoint.pretrained.files import TORCH_SUFFIXES, load_torch
 from shardwright.checkpoint.pretrained.folder import open_model
 from shardwright.checkpoint.storage.local_store import has_description
 from shardwright.checkpoint.storage.stores import Store
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from shardwright.checkpoint.dcp.opcodes import check_operations, name_of_callabl
 from shardwright.checkpoint.format.archive import zipped
 from shardwright.checkpoint.format.checks import DTYPES
 from shardwright.checkpoint.storage.stores import Reader
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 LARGEST_DIRECTORY = 1 << 20  #: bytes of the list of records
 LARGEST_PICKLE = 1 << 26  #: bytes of a pickled value

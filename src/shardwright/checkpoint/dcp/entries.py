@@ -18,7 +18,7 @@ from shardwright.checkpoint.format.boxes import meet
 from shardwright.checkpoint.format.index import Chunk, StoredTensor
 from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.storage.stores import Files, Reader
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 
 def sizes_of(metadata: Metadata) -> dict[str, int]:

@@ -10,7 +10,7 @@ import pickle
 import pickletools
 import re
 
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 LARGEST_KEY = 1000  #: values in a tuple, those of inner tuples included
 MOST_MARKS = 1000  #: lists, dicts and tuples that are open inside one another

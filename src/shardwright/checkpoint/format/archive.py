@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.engine.compat.private import storage_class
+from shardwright.engine.compat import storage_class
 
 #: The tensor's bytes begin at a multiple of it, and the container's length is one.
 ALIGNMENT = 64

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 Bounds = tuple[Sequence[int], Sequence[int]]  #: offsets and sizes of a box
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 #: Every dtype by its whole name, such as ``torch.float32``.
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

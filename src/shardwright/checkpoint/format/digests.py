@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 SEAL = "sha256"  #: the key of a JSON object's digest of its other keys
 _LAST_LINE = f'"{SEAL}": "'

@@ -25,7 +25,7 @@ from shardwright.checkpoint.format.checks import DTYPES, count_of, typed
 from shardwright.checkpoint.format.digests import sealed_lines, unsealed_lines
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import DEEPEST, decoded, encoded
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 FORMAT = "shardwright checkpoint"
 VERSION = 1

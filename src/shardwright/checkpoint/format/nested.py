@@ -19,8 +19,8 @@ from torch.distributed.tensor.placement_types import Partial
 from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.format.index import Keys, StoredValue, name_of
 from shardwright.checkpoint.format.values import DEEPEST
-from shardwright.engine.compat.private import boxes_to_load, boxes_to_save
-from shardwright.engine.tensors.mesh_order import ascends
+from shardwright.engine import ascends
+from shardwright.engine.compat import boxes_to_load, boxes_to_save
 
 #: A chunk in a file holds at most so many bytes. Each thread of a save and of a load copies one at a time.
 CHUNK_BYTES = 32 << 20

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint.format.checks import DTYPES
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 DEEPEST = 100  #: values, or keys, inside one another
 _MOST_BITS = 14_000  #: of an integer: Python reads at most 4,300 digits of one

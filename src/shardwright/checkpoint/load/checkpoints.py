@@ -37,7 +37,7 @@ from shardwright.checkpoint.load.reading import check_lengths, check_ranges, com
 from shardwright.checkpoint.load.replacement import DescriptionFile, unless_replaced
 from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.stores import Files, Store, UnfinishedSave
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ from shardwright.checkpoint.load.checkpoints import Checkpoint
 from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.load.reading import read_boxes, reads_of
 from shardwright.checkpoint.load.replacement import OpenFiles, unless_replaced
-from shardwright.engine import heartbeat as boards
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
+from shardwright.engine import RankGroup, heartbeat as boards
 
 Identity = tuple[str, str]  #: the fingerprint and the place of a checkpoint that a rank has opened
 

@@ -22,7 +22,7 @@ from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.load.replacement import OpenFiles
 from shardwright.checkpoint.storage.stores import Files, Reader
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 # -- compared with digests ---------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from shardwright.checkpoint.storage.stores import Files, Reader
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 HELD = 256  #: files that a rank keeps open; systems allow a process 1,024 by default
 

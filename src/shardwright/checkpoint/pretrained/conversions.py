@@ -29,7 +29,7 @@ from shardwright.checkpoint.pretrained.key_maps import (
     keys_of,
     views_of,
 )
-from shardwright.engine.front.module import FSDPModule, original_class
+from shardwright.engine import FSDPModule, original_class
 
 
 def transformers_key_map(

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.archive import host_bytes
 from shardwright.checkpoint.storage.local_files import LocalWriter
-from shardwright.engine.errors import Damaged
-from shardwright.files.durable import replace_file
+from shardwright.common.durable import replace_file
+from shardwright.common.errors import Damaged
 
 #: The format's names of dtypes.
 SAFETENSORS_DTYPES: dict[str, torch.dtype] = {

@@ -33,13 +33,16 @@ from shardwright.checkpoint.pretrained.model import (
     same_bits,
     tensors_of,
 )
-from shardwright.engine import heartbeat as boards
-from shardwright.engine.assembly.states import hash_of
-from shardwright.engine.collective import OtherRankFailed, RankGroup
-from shardwright.engine.heartbeat import ranks_in_words
-from shardwright.engine.tensors.parameter import refuse_while_deferring
-from shardwright.engine.unit.owning import units_of
-from shardwright.init.delivery import refuse_graphs
+from shardwright.engine import (
+    OtherRankFailed,
+    RankGroup,
+    hash_of,
+    heartbeat as boards,
+    ranks_in_words,
+    refuse_while_deferring,
+    units_of,
+)
+from shardwright.init import refuse_graphs
 
 NAMED = 4
 """Number of missing tensors that an error names; also of unexpected tensors, and of tensors that do not fit. The error

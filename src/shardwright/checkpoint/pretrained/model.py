@@ -14,15 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.format.boxes import Box as Box
-from shardwright.engine.base.names import without_wrappers
-from shardwright.engine.compat.private import increment_version, is_persistent, storage_key
-from shardwright.engine.model.root import root_of
-from shardwright.engine.tensors.parameter import has_no_values, unit_of
-from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.engine.tensors.unset import unmark
-from shardwright.engine.unit.owning import settle
-from shardwright.engine.unit.unit import Unit
-from shardwright.init.delivery import become
+from shardwright.engine import (
+    RaggedTensor,
+    Unit,
+    has_no_values,
+    root_of,
+    settle,
+    unit_of,
+    unmark,
+    without_wrappers,
+)
+from shardwright.engine.compat import increment_version, is_persistent, storage_key
+from shardwright.init import become
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,10 +28,7 @@ from shardwright.checkpoint.pretrained.key_maps import KeyMap
 from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
 from shardwright.checkpoint.storage.publishing import publish
-from shardwright.engine import heartbeat as boards
-from shardwright.engine.base.offload import whole_of
-from shardwright.engine.collective import OtherRankFailed, RankGroup
-from shardwright.engine.unit.owning import units_of
+from shardwright.engine import OtherRankFailed, RankGroup, heartbeat as boards, units_of, whole_of
 
 
 def save_pretrained(

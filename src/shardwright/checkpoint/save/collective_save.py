@@ -24,9 +24,8 @@ from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.publishing import publish
 from shardwright.checkpoint.storage.save_names import file_of_rank, files_of_save
 from shardwright.checkpoint.storage.stores import Files, UnfinishedSave, unless_removed
-from shardwright.engine import heartbeat as boards
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
+from shardwright.engine import RankGroup, heartbeat as boards
 
 
 @boards.during(boards.SAVE)

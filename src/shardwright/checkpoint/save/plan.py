@@ -20,8 +20,8 @@ from shardwright.checkpoint.format.nested import NestedState, StateTensor
 from shardwright.checkpoint.format.values import decoded, encoded
 from shardwright.checkpoint.save.writing import BoxToWrite, Contents, versions
 from shardwright.checkpoint.storage.stores import new_attempt
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
+from shardwright.engine import RankGroup
 
 _SMALL = 1 << 20  #: bytes of a whole tensor that need not be spread over ranks
 BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]  #: name of the tensor, offsets and sizes

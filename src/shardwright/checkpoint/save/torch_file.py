@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright.checkpoint.format.archive import ALIGNMENT, described, host_bytes, pickled
 from shardwright.checkpoint.format.index import Keys, TensorForm
 from shardwright.checkpoint.format.nested import nested
-from shardwright.files.durable import new_file
+from shardwright.common.durable import new_file
 
 _ZIP64 = 1 << 31  #: bytes of a record from which its header has another form
 

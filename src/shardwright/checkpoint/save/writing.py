@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwright._version import __version__
 from shardwright.checkpoint.format.archive import container, host_bytes, lengths
 from shardwright.checkpoint.format.boxes import Box
 from shardwright.checkpoint.format.index import (
@@ -35,8 +34,9 @@ from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES, VALUES_
 from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.storage.stores import UnfinishedSave, Writer
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
-from shardwright.engine.compat.private import flatten_state_dict, storage_info
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
+from shardwright.common.version import __version__
+from shardwright.engine.compat import flatten_state_dict, storage_info
 
 
 class BoxToWrite(NamedTuple):

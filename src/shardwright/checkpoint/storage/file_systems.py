@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from shardwright.engine.errors import Damaged
-from shardwright.engine.extend.stores import stores
+from shardwright.common.errors import Damaged
+from shardwright.engine.extend import stores
 
 PATIENCE = 30.0  #: seconds for the first answer of a store; what follows is retried as its file system does
 _CREDENTIALS = {

@@ -12,8 +12,8 @@ from collections.abc import Hashable
 from contextlib import suppress
 from pathlib import Path
 
-from shardwright.engine.errors import Damaged
-from shardwright.files.durable import named, sync
+from shardwright.common.durable import named, sync
+from shardwright.common.errors import Damaged
 
 
 def open_regular(file: Path, links: bool = False) -> int:

@@ -22,8 +22,8 @@ from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES
 from shardwright.checkpoint.storage.local_files import LocalFiles, LocalWriter
 from shardwright.checkpoint.storage.save_names import may_be_checkpoint
 from shardwright.checkpoint.storage.stores import Check, new_attempt, trust, unless_removed
-from shardwright.engine.errors import Damaged
-from shardwright.files.durable import NEW, make_folder, named, sync_folder
+from shardwright.common.durable import NEW, make_folder, named, sync_folder
+from shardwright.common.errors import Damaged
 
 _AT_FDCWD, _EXCHANGE = -100, 2
 

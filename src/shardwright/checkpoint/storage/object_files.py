@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 
 from shardwright.checkpoint.storage.file_systems import ObjectsBelow
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 BLOCK = 32 << 20  #: bytes of a request that uploads a part of an object; stores take 10,000 of them
 SLICE = 8 << 20  #: bytes of a request that reads, and of a write into the buffer of an upload

@@ -26,7 +26,7 @@ from shardwright.checkpoint.storage.save_names import (
     with_attempt,
 )
 from shardwright.checkpoint.storage.stores import Check, new_attempt, trust, unless_removed
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 #: File systems whose folders must be made before files are in them. Others would make a bucket of a misspelt name.
 _WITH_FOLDERS = {"sftp", "ssh", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "smb", "dask", "dbfs"}

@@ -14,8 +14,8 @@ from typing import IO, TypeVar
 
 from shardwright.checkpoint.storage.local_store import SingleFile
 from shardwright.checkpoint.storage.stores import Check, Publication, trust
-from shardwright.engine.collective import RankGroup
-from shardwright.files.durable import new_file
+from shardwright.common.durable import new_file
+from shardwright.engine import RankGroup
 
 Save = TypeVar("Save", bound=Publication)
 

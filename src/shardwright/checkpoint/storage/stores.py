@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 _MISSING = (None, errno.ENOENT, errno.ESTALE)  #: of errors for files that are gone; None: an error of ours
 

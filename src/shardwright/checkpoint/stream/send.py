@@ -24,16 +24,19 @@ from shardwright.checkpoint.pretrained.key_maps import KeyMap
 from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
 from shardwright.checkpoint.stream.transport import BucketSink, Header, Here, Nowhere, ToGroup, ToSharedMemory
-from shardwright.engine.assembly.states import hash_of
-from shardwright.engine.base.offload import whole_of
-from shardwright.engine.collective import OtherRankFailed, RankGroup
-from shardwright.engine.compat.private import in_backward, local_of, storage_key
-from shardwright.engine.front.whole import agree_to_gather
-from shardwright.engine.heartbeat import ranks_in_words
-from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.engine.tensors.tensor_parallel import cut_dim
-from shardwright.engine.unit.owning import units_of
-from shardwright.engine.unit.unit import Unit
+from shardwright.engine import (
+    OtherRankFailed,
+    RaggedTensor,
+    RankGroup,
+    Unit,
+    agree_to_gather,
+    cut_dim,
+    hash_of,
+    ranks_in_words,
+    units_of,
+    whole_of,
+)
+from shardwright.engine.compat import in_backward, local_of, storage_key
 
 
 def stream_weights(

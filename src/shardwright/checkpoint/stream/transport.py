@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.checkpoint.pretrained.files import SAFETENSORS_DTYPES, dtype_name
-from shardwright.engine.comm.notes import noted
+from shardwright.engine.comm import noted
 
 ALIGNMENT = 64  #: bytes, of each tensor in shared memory
 _LENGTH = struct.Struct("<Q")

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.stores import Store
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 
 
 def place_of(path: Location, ranks: RankGroup) -> Store:

@@ -18,8 +18,8 @@ from shardwright.checkpoint.load.checkpoints import Checkpoint
 from shardwright.checkpoint.training.arguments import reason_of
 from shardwright.checkpoint.training.section_to_load import SectionToLoad
 from shardwright.checkpoint.training.targets import of_stored_form, targets_below
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
+from shardwright.engine import RankGroup
 
 EXTRA = "extra"
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from shardwright.checkpoint.load.checkpoints import Checkpoint
 from shardwright.checkpoint.training.section_to_load import SectionToLoad
 from shardwright.checkpoint.training.targets import targets_below
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
+from shardwright.engine import RankGroup
 
 GENERATORS = "generators"  #: the key of the section in a checkpoint
 

@@ -15,10 +15,8 @@ from torch import nn
 
 from shardwright.checkpoint.load.checkpoints import Checkpoint
 from shardwright.checkpoint.training.section_to_load import SectionToLoad
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup, Unit, units_of
 from shardwright.engine.comm import GradientHook
-from shardwright.engine.unit.owning import units_of
-from shardwright.engine.unit.unit import Unit
 
 HOOKS = "gradient_hooks"
 

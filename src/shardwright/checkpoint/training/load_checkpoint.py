@@ -42,10 +42,8 @@ from shardwright.checkpoint.training.model import ModelToLoad, dtype_advice, mod
 from shardwright.checkpoint.training.open_checkpoint import StoredCheckpoint
 from shardwright.checkpoint.training.optimizers import OPTIMIZER, OptimizersToLoad, as_optimizers
 from shardwright.checkpoint.training.section_to_load import SectionToLoad
-from shardwright.engine import heartbeat as boards
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.errors import Damaged
-from shardwright.engine.unit.owning import units_of
+from shardwright.common.errors import Damaged
+from shardwright.engine import RankGroup, heartbeat as boards, units_of
 
 
 def load_checkpoint(

@@ -19,8 +19,7 @@ from shardwright.checkpoint.load.checkpoints import Checkpoint
 from shardwright.checkpoint.load.fit import check_shapes, check_values
 from shardwright.checkpoint.training.optimizers import OPTIMIZER
 from shardwright.checkpoint.training.section_to_load import SectionToLoad
-from shardwright.engine.base.names import plain_name
-from shardwright.engine.tensors.parameter import has_no_values
+from shardwright.engine import has_no_values, plain_name
 
 MODEL = "model"
 

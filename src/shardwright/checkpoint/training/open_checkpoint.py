@@ -30,7 +30,7 @@ from shardwright.checkpoint.load.collective_load import (
 from shardwright.checkpoint.load.fit import check_shapes
 from shardwright.checkpoint.training.generators import GENERATORS, stored_by
 from shardwright.checkpoint.training.targets import new_target, targets_below
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 
 
 def check_states(stored: Any, mine: Mapping[str, Any]) -> None:

@@ -25,9 +25,8 @@ from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm
 from shardwright.checkpoint.training.optimizer_settings import check_settings, check_states
 from shardwright.checkpoint.training.section_to_load import SectionToLoad
 from shardwright.checkpoint.training.targets import of_stored_form, targets_below
-from shardwright.engine.errors import Damaged, OtherOptimizer
-from shardwright.engine.model.optimizer_states import parameters_of, zero_gradient
-from shardwright.engine.unit.owning import units_of
+from shardwright.common.errors import Damaged, OtherOptimizer
+from shardwright.engine import parameters_of, units_of, zero_gradient
 
 OPTIMIZER = "optimizer"
 _STATE, _GROUPS = "state", "param_groups"

@@ -28,8 +28,7 @@ from shardwright.checkpoint.training.generators import GENERATORS, generator_sta
 from shardwright.checkpoint.training.gradient_hooks import HOOKS, gradient_hook_states
 from shardwright.checkpoint.training.model import MODEL, model_state, without_values
 from shardwright.checkpoint.training.optimizers import OPTIMIZER, as_optimizers, state_of_optimizers
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.unit.owning import units_of
+from shardwright.engine import RankGroup, units_of
 
 SHARED = (MODEL, OPTIMIZER)  #: large plain tensors below these keys are equal on all ranks
 

@@ -8,5 +8,4 @@ limit, and ``child`` is that process. Nothing here trains, and nothing raises fo
 
 from __future__ import annotations
 
-from shardwright.cli.doctor.description import examine as examine
-from shardwright.cli.doctor.description import text_of as text_of
+from shardwright.cli.doctor.description import examine as examine, text_of as text_of

@@ -17,7 +17,7 @@ from shardwright.cli.doctor.devices import measure_gpus
 from shardwright.cli.doctor.folders import measure_folder
 from shardwright.cli.doctor.links import measure_link, measure_pair
 from shardwright.cli.doctor.words import error_text
-from shardwright.files.json_text import strict_json
+from shardwright.common.json_text import strict_json
 
 CALLS: dict[str, Callable[..., dict[str, Any]]] = {
     "folder": measure_folder,

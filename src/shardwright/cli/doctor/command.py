@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser
-from shardwright.files.json_text import strict_json
+from shardwright.common.json_text import strict_json
 from shardwright.train.errors import UserError
 
 

@@ -17,8 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from shardwright.cli.doctor.children import Unmeasured, measure_in_children
-from shardwright.cli.doctor.clocks import SECONDS as ARRIVAL_SECONDS
-from shardwright.cli.doctor.clocks import attempt, is_rank_of_several, rank_store
+from shardwright.cli.doctor.clocks import SECONDS as ARRIVAL_SECONDS, attempt, is_rank_of_several, rank_store
 from shardwright.cli.doctor.finding import Finding, unmeasured
 from shardwright.cli.doctor.links import NAMES, SECONDS, SLOWEST
 from shardwright.cli.doctor.words import duration, error_text, rate

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwright.engine.comm import BlockCodec, Codec, GradientHook
-from shardwright.engine.extend.memories import OF_TORCH, NamedMemory
+from shardwright.engine.extend.named_memories import OF_TORCH, NamedMemory
 from shardwright.engine.memory import Allocator
 
 

@@ -30,21 +30,23 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.distributed import _functional_collectives
-from torch.distributed import distributed_c10d as _c10d
-from torch.distributed import fsdp as _fsdp
+from torch.distributed import _functional_collectives, distributed_c10d as _c10d, fsdp as _fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _dtensor_spec, placement_types
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map as tree_map
-from torch.utils._pytree import tree_map_only as tree_map_only
-from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils._pytree import (
+    tree_flatten as tree_flatten,
+    tree_leaves as tree_leaves,
+    tree_map as tree_map,
+    tree_map_only as tree_map_only,
+    tree_unflatten as tree_unflatten,
+)
 
-from shardwright.engine.compat.swap import MissingCompilerError as MissingCompilerError
-from shardwright.engine.compat.swap import load as _load_exchange
+from shardwright.engine.compat.swap import (
+    MissingCompilerError as MissingCompilerError,
+    load as _load_exchange,
+)
 
 
 def _probe(owner: Any, *names: str) -> Any:

@@ -1,26 +1,19 @@
-"""Names for values of your own: strategies, layouts, memory.
+"""Registries of values that have a name: strategies, layouts, memories and stores. Nothing here imports torch.
 
-    from shardwright.engine.extend import NamedStrategy, strategies
-
-    strategies.add(NamedStrategy("zero2_inside", (0, 2), "Replicas outside, ZeRO-2 inside each."))
-
-Optimizers, kinds of models and places for metrics belong to the trainer: ``shardwright.train.extend``. Nothing here
-imports torch.
+``shardwright.extend`` has what programs of users register. ``registry`` is the mechanism, which the trainer uses for
+its own names, too.
 """
 
-from shardwright.engine.extend.layouts import NamedLayout, layouts
-from shardwright.engine.extend.memories import NamedMemory, memories
-from shardwright.engine.extend.registry import ExtensionError, Named, Registry
-from shardwright.engine.extend.strategies import NamedStrategy, strategies
-
-__all__ = [
-    "ExtensionError",
-    "Named",
-    "NamedLayout",
-    "NamedMemory",
-    "NamedStrategy",
-    "Registry",
-    "layouts",
-    "memories",
-    "strategies",
-]
+from shardwright.engine.extend.named_layouts import NamedLayout, layouts
+from shardwright.engine.extend.named_memories import NamedMemory, memories
+from shardwright.engine.extend.named_strategies import NamedStrategy, resolve, strategies
+from shardwright.engine.extend.registry import (
+    ExtensionError,
+    Named,
+    Registry,
+    call,
+    check_signature,
+    import_value,
+    in_words,
+)
+from shardwright.engine.extend.store_registry import NEEDED, stores

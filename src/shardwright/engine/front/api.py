@@ -38,8 +38,8 @@ from shardwright.engine.base.settings import Settings
 from shardwright.engine.comm import Communicator, Streams, make_mesh, streams_for
 from shardwright.engine.compat.private import DataParallelMeshDims, local_of, sharded_or_replicated_by_torch
 from shardwright.engine.extend import NamedLayout, NamedMemory, NamedStrategy
-from shardwright.engine.extend.layouts import layout_of
-from shardwright.engine.extend.strategies import resolve
+from shardwright.engine.extend.named_layouts import layout_of
+from shardwright.engine.extend.named_strategies import resolve
 from shardwright.engine.front.composable import state_of
 from shardwright.engine.front.copies import convert_buffer
 from shardwright.engine.front.module import FSDPModule, install, original_class

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwright._version import __version__
+from shardwright.common.version import __version__
 from shardwright.engine.compat.private import TorchFSDPModule
 from shardwright.engine.extend import NamedMemory
-from shardwright.engine.extend.strategies import strategies
+from shardwright.engine.extend.named_strategies import strategies
 from shardwright.engine.front.module import FSDPModule
 from shardwright.engine.model.root import root_of
 from shardwright.engine.unit.owning import units_of

@@ -51,11 +51,11 @@ from shardwright.engine.tensors.operations import (
     is_collective,
     label,
     on_wholes,
+    real as is_real,
     refuse_operation,
     way_out_of_clipping,
     written_arguments,
 )
-from shardwright.engine.tensors.operations import real as is_real
 from shardwright.engine.tensors.reading import agree_to_read
 from shardwright.engine.tensors.summed import cut_gradient, refuse_loss_in_place
 from shardwright.engine.tensors.through_whole import (

@@ -1,1 +1,24 @@
 """Traces of real training steps on tensors without memory, as programs for plans."""
+
+from typing import TYPE_CHECKING
+
+from shardwright.common.doors import door
+
+if TYPE_CHECKING:
+    from shardwright.planner.tracing.collective_times import time_collectives
+    from shardwright.planner.tracing.compiled import Graphs, hollow_graphs
+    from shardwright.planner.tracing.hollow import (
+        SMALL,
+        AbsentDeviceError,
+        UnknownValueError,
+        map_large_blocks,
+    )
+    from shardwright.planner.tracing.local import local_device
+    from shardwright.planner.tracing.loop import plan
+    from shardwright.planner.tracing.recorder import Recorder
+    from shardwright.planner.tracing.saving import trace_save
+    from shardwright.planner.tracing.timing import Operation, Timer, noting
+    from shardwright.planner.tracing.tracer import CPU, trace
+    from shardwright.planner.tracing.training import Calls, watch_calls, watch_training
+
+__all__, __getattr__, __dir__ = door(__spec__)

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardwright.engine.comm.collectives import Communicator
-from shardwright.engine.comm.division import plan_division
+from shardwright.engine.comm import Communicator, plan_division
 from shardwright.planner.tracing.timing import MOST_SETS, Timer
 
 #: Bytes of the tensors among which repeated collectives change: a step comes back to a parameter after as many.

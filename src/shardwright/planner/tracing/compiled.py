@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shardwright.engine.compat.private import (
-    compile_by,
-    donated_inputs,
-    hide_from_dynamo,
-    outside_dispatch_modes,
-)
+from shardwright.engine.compat import compile_by, donated_inputs, hide_from_dynamo, outside_dispatch_modes
 from shardwright.planner.tracing import hollow, recorder
 from shardwright.planner.tracing.fusion import Kernel, base_of, has_symbols, kernels_of, name_of, nodes_in
 from shardwright.planner.tracing.recorder import BY_LIFE, Recorder

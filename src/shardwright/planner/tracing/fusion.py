@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shardwright.engine.compat.private import OpOverload
+from shardwright.engine.compat import OpOverload
 
 #: A result with several readers that reads no more tensors, and has no more operations, is computed again in each:
 #: ``realize_reads_threshold`` and ``realize_opcount_threshold``.

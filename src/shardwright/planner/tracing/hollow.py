@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.engine.compat.private import (
+from shardwright.engine.compat import (
     TorchDispatchMode,
     dispatches,
     infers_shapes,

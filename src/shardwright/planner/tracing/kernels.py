@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.engine.compat.private import fill_truncated_normal
-from shardwright.init import truncated
-from shardwright.optim import adamw8bit
+from shardwright.engine.compat import fill_truncated_normal
+from shardwright.optim import chunks_of_devices
 
 _aten = torch.ops.aten
 
@@ -27,17 +26,15 @@ _aten = torch.ops.aten
 def kernels_of_cuda() -> Iterator[None]:
     """Inside the context functions run as on a GPU of compute capability 8.0 or newer."""
     before = F.scaled_dot_product_attention, F.rms_norm
-    chunk = adamw8bit.CHUNK
     for function, mine in zip(before, (_attention, _rms_norm), strict=True):
         # Others find the function to replace by its name, as torch's context_parallel does.
         mine.__name__ = function.__name__
         setattr(F, function.__name__, mine)
-    adamw8bit.CHUNK = adamw8bit.DEVICE_CHUNK
     try:
-        yield
+        with chunks_of_devices():
+            yield
     finally:
         F.scaled_dot_product_attention, F.rms_norm = before
-        adamw8bit.CHUNK = chunk
 
 
 def _attention(
@@ -104,32 +101,6 @@ def reads_no_numbers(small: int) -> Iterator[None]:
     finally:
         setattr(torch.nn.init, fill_truncated_normal, draw)
         F.one_hot = one_hot
-
-
-@contextmanager
-def draws_one_piece() -> Iterator[None]:
-    """Inside the context truncated normal numbers of large tensors are looked at in one piece, not in hundreds.
-
-    A piece takes the same memory as all of them, one after another.
-    """
-    plain = truncated.fill_in_pieces
-
-    def fill(
-        tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any, piece: int
-    ) -> Tensor:
-        flat = tensor.detach().view(-1)
-        if len(flat) <= truncated.PIECE:  # of a check of torch's numbers
-            return plain(tensor, mean, std, a, b, generator, piece)
-        with torch.no_grad():
-            flat.normal_(mean, std, generator=generator)
-        plain(flat[:piece], mean, std, a, b, generator, piece)
-        return tensor
-
-    truncated.fill_in_pieces = fill
-    try:
-        yield
-    finally:
-        truncated.fill_in_pieces = plain
 
 
 _plain_rms_norm = F.rms_norm

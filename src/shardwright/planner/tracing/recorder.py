@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwright.engine.compat.private import in_backward, number_of_next_node, number_of_running_node
+from shardwright.engine.compat import in_backward, number_of_next_node, number_of_running_node
 from shardwright.planner.program import (
     AFTER_OPTIMIZER,
     GRAPH,

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.format.boxes import Box
-from shardwright.checkpoint.format.nested import NestedState, StateTensor
-from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.compat.private import outside_dispatch_modes
-from shardwright.engine.tensors.ragged import RaggedDTensor, RaggedTensor
+from shardwright.checkpoint import SHARED, Box, NestedState, StateTensor, state_to_save
+from shardwright.engine import RaggedDTensor, RaggedTensor, RankGroup
+from shardwright.engine.compat import outside_dispatch_modes
 from shardwright.planner.program import HOST
 from shardwright.planner.tracing.recorder import Recorder
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from shardwright.activations.host_pool import HostPool
-from shardwright.engine.base.offload import Host
-from shardwright.engine.comm.streams import HostStreams
+from shardwright.activations import HostPool
+from shardwright.engine import Host
+from shardwright.engine.comm import HostStreams
 from shardwright.planner.program import HOST
 from shardwright.planner.tracing.recorder import Recorder
 

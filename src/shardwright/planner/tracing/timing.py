@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.engine.compat.private import TorchDispatchMode, dispatches, infers_shapes
+from shardwright.engine.compat import TorchDispatchMode, dispatches, infers_shapes
 from shardwright.planner.program import AFTER_OPTIMIZER, HOST, OPTIMIZER, Kernel
 from shardwright.planner.tracing.recorder import Recorder
 from shardwright.planner.work import work_of

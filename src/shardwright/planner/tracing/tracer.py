@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import torch
 
-from shardwright.engine.comm.streams import use_streams
-from shardwright.engine.compat.private import absent_ranks, watch_reads, watch_resizes
-from shardwright.engine.gradients import delivery
+from shardwright.engine import delivery
+from shardwright.engine.comm import use_streams
+from shardwright.engine.compat import absent_ranks, watch_reads, watch_resizes
 from shardwright.engine.memory import Slab, observe
+from shardwright.init import draws_one_piece
 from shardwright.planner.cycles import without_collections
 from shardwright.planner.tracing.compiled import Graphs, hollow_graphs
 from shardwright.planner.tracing.hollow import (
@@ -23,7 +24,7 @@ from shardwright.planner.tracing.hollow import (
     UnknownValueError,
     unallocated,
 )
-from shardwright.planner.tracing.kernels import draws_one_piece, kernels_of_cuda, reads_no_numbers
+from shardwright.planner.tracing.kernels import kernels_of_cuda, reads_no_numbers
 from shardwright.planner.tracing.recorder import SLABS, Recorder, line_of, reader_of_value
 from shardwright.planner.tracing.streams import RecordedStreams, memory_of_host, streams_of_torch
 

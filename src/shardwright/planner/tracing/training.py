@@ -17,10 +17,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardwright.engine.assembly.states import plain_tensors
-from shardwright.engine.compat.private import in_backward, local_of
-from shardwright.engine.unit.owning import units_of
-from shardwright.engine.unit.unit import Unit
+from shardwright.engine import Unit, plain_tensors, units_of
+from shardwright.engine.compat import in_backward, local_of
 from shardwright.planner.program import AFTER_OPTIMIZER, OPTIMIZER
 from shardwright.planner.tracing.recorder import Recorder
 

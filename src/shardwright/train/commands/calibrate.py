@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from shardwright.files.durable import replace_file
-from shardwright.planner.devices import GIB, Kind
-from shardwright.planner.measured import as_toml, measurement_values
+from shardwright.common.durable import replace_file
+from shardwright.planner import GIB, Kind, as_toml, measurement_values
 from shardwright.train.errors import UserError
 from shardwright.train.planning.imported_device import imported_device
 from shardwright.train.planning.measured_device import Summary, summary

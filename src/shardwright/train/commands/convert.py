@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint.pretrained.key_maps import KeyMap
+from shardwright.checkpoint import KeyMap
 from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.models import hugging_face
 from shardwright.train.run.folder import RunFolder

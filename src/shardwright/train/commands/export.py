@@ -17,11 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.pretrained.files import open_stored, write_json
-from shardwright.checkpoint.pretrained.key_maps import KeyMap
-from shardwright.checkpoint.pretrained.model import ModelTensor, tensors_of
-from shardwright.checkpoint.pretrained.save_pretrained import write_stored_model
-from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model
+from shardwright.checkpoint import (
+    KeyMap,
+    ModelTensor,
+    StoredModel,
+    bytes_of,
+    open_stored,
+    stored_model,
+    tensors_of,
+    write_json,
+    write_stored_model,
+)
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.config.shapes.presets import Shape

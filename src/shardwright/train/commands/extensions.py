@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from shardwright.engine.extend import Registry, layouts, memories, strategies
-from shardwright.engine.extend.stores import NEEDED, stores
+from shardwright.engine.extend import NEEDED, Registry, layouts, memories, stores, strategies
 from shardwright.train.config.catalog.hooks import hooks
 from shardwright.train.config.catalog.kinds import Kind, kinds
 from shardwright.train.config.catalog.optimizers import NamedOptimizer, optimizers

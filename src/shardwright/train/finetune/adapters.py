@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.engine.tensors.parameter import unit_of
+from shardwright.engine import unit_of
 from shardwright.train.config.sections.finetune import FinetuneConfig
 from shardwright.train.finetune.layers import (
     Adapter,

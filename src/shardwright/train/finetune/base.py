@@ -19,10 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint import Damaged
-from shardwright.checkpoint.format.digests import sealed, unsealed
-from shardwright.checkpoint.pretrained.model import Box, ModelTensor, boxes_of, tensors_of
-from shardwright.engine.collective import RankGroup
+from shardwright.checkpoint import Box, Damaged, ModelTensor, boxes_of, sealed, tensors_of, unsealed
+from shardwright.engine import RankGroup
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import is_adapter
 from shardwright.train.run.writing import write_text

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.checkpoint.pretrained.key_maps import KeyMap
-from shardwright.engine.collective import RankGroup
+from shardwright.checkpoint import KeyMap
+from shardwright.engine import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.errors import UserError

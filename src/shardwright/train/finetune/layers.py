@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.activations.head_call import piece_of_call
+from shardwright.activations import piece_of_call
 
 _32_BITS = 0xFFFFFFFF
 

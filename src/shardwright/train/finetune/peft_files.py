@@ -18,12 +18,17 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.pretrained.files import SafetensorsFile, open_stored, write_json
-from shardwright.checkpoint.pretrained.key_maps import KeyMap, source_of
-from shardwright.checkpoint.pretrained.model import mesh_of, same_bits
-from shardwright.checkpoint.pretrained.save_pretrained import write_model
-from shardwright.engine.collective import OtherRankFailed, RankGroup
-from shardwright.engine.unit.owning import units_of
+from shardwright.checkpoint import (
+    KeyMap,
+    SafetensorsFile,
+    mesh_of,
+    open_stored,
+    same_bits,
+    source_of,
+    write_json,
+    write_model,
+)
+from shardwright.engine import OtherRankFailed, RankGroup, units_of
 from shardwright.train.config.sections.finetune import FinetuneConfig
 from shardwright.train.config.shapes.hub import is_hub_name
 from shardwright.train.errors import UserError, as_user_errors

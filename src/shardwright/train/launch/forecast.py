@@ -21,7 +21,7 @@ import psutil
 import torch
 
 import shardwright
-from shardwright.planner.accuracy import Residual, append
+from shardwright.planner import Residual, append
 from shardwright.train.config import Config
 from shardwright.train.config.conflicts.jobs import PLANNED
 from shardwright.train.config.conflicts.table import refuse

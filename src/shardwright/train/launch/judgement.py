@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from shardwright.engine.heartbeat import ranks_in_words
+from shardwright.engine import ranks_in_words
 from shardwright.train.errors import UserError
 from shardwright.train.launch.forecast import note_out_of_memory
 from shardwright.train.launch.job_end import Complaint, stopped_by
@@ -25,8 +25,7 @@ from shardwright.train.launch.resume import to_continue
 from shardwright.train.launch.signals import SIGNALS
 from shardwright.train.run.exits import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, Outcome, is_saved
 from shardwright.train.run.folder import RunFolder
-from shardwright.watching.diagnosis import Verdict
-from shardwright.watching.launched import Hang
+from shardwright.watching import Hang, Verdict
 
 LOG_TAIL = 12
 """Lines of a failed rank's log that are shown."""

@@ -48,7 +48,7 @@ from shardwright.train.run.folder import RunFolder, now
 from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.record import session_after, sessions_of
 from shardwright.train.run.writing import writing
-from shardwright.watching.launched import Eyes, Hang
+from shardwright.watching import Eyes, Hang
 
 
 class RankLogs(LogsSpecs):

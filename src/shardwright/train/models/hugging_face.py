@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.checkpoint.pretrained.key_maps import TensorSource
+from shardwright.checkpoint import TensorSource
 from shardwright.train.config.catalog.kinds import kinds, offer
 from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.errors import UserError

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.engine.collective import is_lost_contact
-from shardwright.engine.extend.registry import ExtensionError, call, in_words
+from shardwright.engine import is_lost_contact
+from shardwright.engine.extend import ExtensionError, call, in_words
 
 
 def check_class(owner: str, model: nn.Module, auxiliary: object) -> None:

@@ -9,10 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shardwright.activations import offload
-from shardwright.activations.checkpointing import SELECTIVE, checkpoint_blocks, compile_blocks
-from shardwright.activations.deferred_logits import LossInForward
-from shardwright.engine.compat.private import allow_graphs, compiled_graphs, set_activation_memory_budget
+from shardwright.activations import (
+    SELECTIVE,
+    SMALLEST,
+    LossInForward,
+    checkpoint_blocks,
+    compile_blocks,
+    offload_activations,
+)
+from shardwright.engine.compat import allow_graphs, compiled_graphs, set_activation_memory_budget
 from shardwright.train.models.language_model import LanguageModel
 
 if TYPE_CHECKING:  # pydantic is not there where only the benchmarks run
@@ -29,7 +34,7 @@ def prepare_blocks(model: LanguageModel, config: Config) -> None:
     if settings.offload == "inputs" and settings.checkpoint == "layers":
         blocks = blocks[:: settings.every]
     if settings.offload != "none":
-        offload.offload_activations(blocks, settings.offload, min_bytes=offload.SMALLEST)
+        offload_activations(blocks, settings.offload, min_bytes=SMALLEST)
 
 
 def _checkpoint_and_compile(model: LanguageModel, config: Config) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from shardwright.engine.extend.strategies import resolve
+from shardwright.engine.extend import resolve
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.engines import engines_that
 from shardwright.train.config.catalog.kinds import kind_of, sizes_of

@@ -16,10 +16,8 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import shardwright as sw
 from shardwright.context import Split
-from shardwright.engine.base.names import plain_name
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.comm.groups import make_mesh
-from shardwright.engine.tensors.parameter import has_no_values
+from shardwright.engine import RankGroup, has_no_values, plain_name
+from shardwright.engine.comm import make_mesh
 from shardwright.train.config import Config, ParallelConfig
 from shardwright.train.config.catalog.kinds import offer, tensor_plan
 from shardwright.train.config.dims import EXPERT, TENSOR, ParallelDims

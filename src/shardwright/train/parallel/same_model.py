@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.engine.assembly.states import TakenTensor, check_states
+from shardwright.engine import TakenTensor, check_states
 from shardwright.train.errors import as_user_errors
 
 

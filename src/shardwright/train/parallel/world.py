@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.context import Split
-from shardwright.engine.comm.groups import make_mesh
-from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.private import has_expandable_segments, use_one_gloo_thread
+from shardwright.engine.comm import make_mesh, noted
+from shardwright.engine.compat import has_expandable_segments, use_one_gloo_thread
 from shardwright.train.config import Config, ParallelConfig
 from shardwright.train.config.dims import CONTEXT, ParallelDims
 from shardwright.train.errors import UserError

@@ -18,10 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shardwright.planner.devices import GIB, Device, known_devices
-from shardwright.planner.measured import Point, rate_of
-from shardwright.planner.samples import error, typical
-from shardwright.planner.work import Work
+from shardwright.planner import GIB, Device, Point, Work, error, known_devices, rate_of, typical
 from shardwright.train.errors import UserError
 
 DISTRIBUTION, PACKAGE = "aiconfigurator-core", "aiconfigurator_core"

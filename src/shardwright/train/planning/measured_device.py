@@ -12,11 +12,27 @@ from typing import Any
 
 import torch
 
-from shardwright.planner.devices import MEASURED, Figures, Kind, known_devices
-from shardwright.planner.measured import HOST, SPREADS, Measured, Point, errors_between, kind_of_table, merged
-from shardwright.planner.rates import Rates
-from shardwright.planner.samples import difference, errors_of_least_squares, least_squares, steady, width
-from shardwright.planner.timeline import Step, replay
+from shardwright.planner import (
+    HOST,
+    MEASURED,
+    SPREADS,
+    Figures,
+    Kind,
+    Measured,
+    Point,
+    Rates,
+    Step,
+    difference,
+    errors_between,
+    errors_of_least_squares,
+    kind_of_table,
+    known_devices,
+    least_squares,
+    merged,
+    replay,
+    steady,
+    width,
+)
 from shardwright.train.planning.programs import traced_program
 from shardwright.train.planning.small_jobs import Task, configured
 

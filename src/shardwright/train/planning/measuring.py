@@ -23,13 +23,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from shardwright.files.json_text import strict_json
-from shardwright.planner.devices import Kind
-from shardwright.planner.measured import Point, table_of
-from shardwright.planner.program import Kernel
-from shardwright.planner.tracing.collective_times import time_collectives
-from shardwright.planner.tracing.timing import Operation, Timer, noting
-from shardwright.planner.work import work_of
+from shardwright.common.json_text import strict_json
+from shardwright.planner import Kernel, Kind, Point, table_of, work_of
+from shardwright.planner.tracing import Operation, Timer, noting, time_collectives
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.errors import UserError

@@ -1,7 +1,7 @@
 """From a configuration to the program of one rank's steps, without its devices and the other ranks.
 
-The trainer itself runs, on hollow tensors (``shardwright.planner.tracing``). So a plan has the model, the engine, the losses
-and the optimizer of the run, and no second description of them.
+The trainer itself runs, on hollow tensors (``shardwright.planner.tracing``). So a plan has the model, the engine, the
+losses and the optimizer of the run, and no second description of them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.engine.extend import ExtensionError
-from shardwright.planner.composition import Crossing, compose
-from shardwright.planner.program import SAVE, STEP, VALIDATION, Program
-from shardwright.planner.tracing.compiled import Graphs, hollow_graphs
-from shardwright.planner.tracing.hollow import SMALL, AbsentDeviceError, UnknownValueError
-from shardwright.planner.tracing.recorder import Recorder
-from shardwright.planner.tracing.saving import trace_save
-from shardwright.planner.tracing.tracer import CPU, trace
-from shardwright.planner.tracing.training import Calls, watch_calls, watch_training
+from shardwright.planner import SAVE, STEP, VALIDATION, Crossing, Program, compose
+from shardwright.planner.tracing import (
+    CPU,
+    SMALL,
+    AbsentDeviceError,
+    Calls,
+    Graphs,
+    Recorder,
+    UnknownValueError,
+    hollow_graphs,
+    trace,
+    trace_save,
+    watch_calls,
+    watch_training,
+)
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.config.conflicts.jobs import PLANNED

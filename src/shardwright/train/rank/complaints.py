@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from shardwright.engine.collective import is_lost_contact
+from shardwright.engine import is_lost_contact
 from shardwright.train.errors import JobError, UserError, steps_done
 from shardwright.train.launch.forecast import is_out_of_memory
 from shardwright.train.launch.job_end import Complaint, Kind

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwright.engine import heartbeat as boards
-from shardwright.engine.compat.private import call_before_compiling
+from shardwright.engine.compat import call_before_compiling
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.launch.judgement import end_of_hang
@@ -20,10 +20,7 @@ from shardwright.train.launch.resume import to_continue
 from shardwright.train.parallel.rank_facts import rank_and_size
 from shardwright.train.run.exits import Outcome
 from shardwright.train.run.folder import RunFolder
-from shardwright.watching.api import start
-from shardwright.watching.launched import Hang
-from shardwright.watching.reading import BoardReader
-from shardwright.watching.watcher import Watcher, WatchSettings
+from shardwright.watching import BoardReader, Hang, Watcher, WatchSettings, start
 
 KEY = "fault.stall_seconds"
 """The setting in messages."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from pydantic import ValidationError
 
-from shardwright.engine.compat.private import default_store
+from shardwright.engine.compat import default_store
 from shardwright.train.config import Config
 from shardwright.train.config.mistakes import in_one_line
 from shardwright.train.errors import UserError

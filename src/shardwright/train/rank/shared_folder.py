@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 from shardwright.train.config import Config
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.launch.opening import OpenedRun, open_run

@@ -22,9 +22,7 @@ from shardwright.train.launch.judgement import end_of_hang
 from shardwright.train.launch.torchrun import agent_process
 from shardwright.train.rank.hang_watch import KEY
 from shardwright.train.run.exits import TRY_AGAIN, Outcome
-from shardwright.watching.diagnosis import Verdict, judge_start
-from shardwright.watching.launched import STOPPED_AT_START, Looks, Processes
-from shardwright.watching.reading import STOPPED
+from shardwright.watching import STOPPED, STOPPED_AT_START, Looks, Processes, Verdict, judge_start
 
 EVERY = 1.0
 """Seconds between two looks."""

@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 import shardwright
 from shardwright.checkpoint import Damaged
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.heartbeat import ranks_in_words
+from shardwright.engine import RankGroup, ranks_in_words
 from shardwright.train.config import Config
 from shardwright.train.config.schema import flat, toml_value
 from shardwright.train.config.shapes.foreign import FILES_OF_PATH

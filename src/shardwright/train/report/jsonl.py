@@ -13,8 +13,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
-from shardwright.files.durable import replace_file, sync
-from shardwright.files.json_text import not_finite, strict_json
+from shardwright.common.durable import replace_file, sync
+from shardwright.common.json_text import not_finite, strict_json
 from shardwright.train.config.catalog.records import Incident, RunEnd, RunSink, StepRecord
 from shardwright.train.errors import UserError
 from shardwright.train.run.metrics import INCIDENT, SAVE_FAILURE

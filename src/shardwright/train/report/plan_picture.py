@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.engine.front.report import in_units
+from shardwright.engine import in_units
 from shardwright.train.report.plots import DPI, new_figure
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import; only the one process that draws should pay

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from shardwright.engine.extend.registry import in_words
+from shardwright.engine.extend import in_words
 from shardwright.train.config.catalog.records import Incident, RunEnd, RunSink, StepRecord
 from shardwright.train.report import sink_thread
 from shardwright.train.report.sink_thread import SinkThread, SlowSink

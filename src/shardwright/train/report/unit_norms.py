@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from shardwright.files.json_text import strict_json
+from shardwright.common.json_text import strict_json
 from shardwright.train.config.catalog.records import RunEnd, RunSink, StepRecord
 from shardwright.train.run.writing import writing
 

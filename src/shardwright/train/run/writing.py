@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shardwright.files.durable import NEW, replace_file
-from shardwright.files.json_text import strict_json
+from shardwright.common.durable import NEW, replace_file
+from shardwright.common.json_text import strict_json
 from shardwright.train.errors import UserError
 
 

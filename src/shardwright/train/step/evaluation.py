@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwright.context import Split, shard, whole_samples
 from shardwright.engine import heartbeat as boards
-from shardwright.engine.comm.notes import noted
+from shardwright.engine.comm import noted
 from shardwright.engine.extend import ExtensionError
 from shardwright.train.config.catalog.records import of_sets
 from shardwright.train.data.dataset import validation_samples

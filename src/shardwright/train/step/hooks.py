@@ -16,13 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.compat.private import hook_count
+from shardwright.engine import RankGroup
+from shardwright.engine.compat import hook_count
 from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.figures import is_reserved
-from shardwright.train.config.catalog.hooks import Action, Fault, StepInProgress, Sums, TrainerHook
-from shardwright.train.config.catalog.hooks import hooks as named_hooks
+from shardwright.train.config.catalog.hooks import (
+    Action,
+    Fault,
+    StepInProgress,
+    Sums,
+    TrainerHook,
+    hooks as named_hooks,
+)
 from shardwright.train.config.catalog.records import COMMON_LOSSES, RunEnd, StepRecord
 from shardwright.train.errors import UserError
 from shardwright.train.models.outputs import called

@@ -22,8 +22,8 @@ from shardwright.checkpoint import (
     seed_generators,
     set_generator_states,
 )
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.errors import OtherOptimizer
+from shardwright.common.errors import OtherOptimizer
+from shardwright.engine import RankGroup
 from shardwright.train.errors import UserError, as_user_errors, counted
 from shardwright.train.report.progress import patience_about_bytes
 from shardwright.train.run.folder import to_begin_again

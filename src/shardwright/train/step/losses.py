@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.activations.deferred_logits import DeferredLogits, LossInForward
+from shardwright.activations import DeferredLogits, LossInForward
 from shardwright.context import shard
 from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import Config

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.engine.comm.notes import noted
-from shardwright.optim.clip import ParameterNorms
+from shardwright.engine.comm import noted
+from shardwright.optim import ParameterNorms
 from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.launch.signals import SIGNALS
 from shardwright.train.parallel.world import World

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwright.engine import heartbeat as boards
-from shardwright.engine.comm.notes import hears_dtensor
+from shardwright.engine.comm import hears_dtensor
 from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.activations.host_pool import HostMemoryError
+from shardwright.activations import HostMemoryError
 from shardwright.checkpoint import seed_generators
-from shardwright.engine import heartbeat as boards
-from shardwright.engine.collective import RankGroup
-from shardwright.optim.clip import ParameterNorms
+from shardwright.engine import RankGroup, heartbeat as boards
+from shardwright.optim import ParameterNorms
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Fault, StepInProgress, TrainerHook
 from shardwright.train.config.conflicts.configurations import LENGTH

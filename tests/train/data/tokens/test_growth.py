@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset, continued, extended, load_dataset

@@ -24,7 +24,7 @@ from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
 from shardwright.checkpoint.save import collective_save
 from shardwright.checkpoint.storage import local_store
 from shardwright.checkpoint.training import load_checkpoint
-from shardwright.engine.errors import Damaged
+from shardwright.common.errors import Damaged
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.report import progress

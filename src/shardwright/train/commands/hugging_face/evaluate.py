@@ -21,8 +21,8 @@ from typing import IO, Any
 
 import torch
 
-from shardwright.checkpoint.pretrained.files import write_json
-from shardwright.files.json_text import strict_json
+from shardwright.checkpoint import write_json
+from shardwright.common.json_text import strict_json
 from shardwright.train.commands.export import export, reader_by_kind, tokenizer_config
 from shardwright.train.commands.generate import texts_begin
 from shardwright.train.commands.hugging_face import harness

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from shardwright.engine.extend.registry import in_words
+from shardwright.engine.extend import in_words
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.records import RunEnd
-from shardwright.train.config.catalog.sinks import RunSite, check_packages
-from shardwright.train.config.catalog.sinks import sinks as named_sinks
+from shardwright.train.config.catalog.sinks import RunSite, check_packages, sinks as named_sinks
 from shardwright.train.errors import UserError
 from shardwright.train.launch.evaluation_process import is_beside_run
 from shardwright.train.report import sink_thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shardwright.files.durable import replace_file
+from shardwright.common.durable import replace_file
 from shardwright.train.errors import UserError
 from shardwright.train.report.page.document import LIMIT, size_of
 from shardwright.train.run.writing import writing

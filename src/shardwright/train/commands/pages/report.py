@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright.files.json_text import strict_json
+from shardwright.common.json_text import strict_json
 from shardwright.train.commands.pages.html_file import check_place, write_page
 from shardwright.train.commands.pages.shown_run import Curve, ShownRun, read_shown_run, shortened
 from shardwright.train.report.page.curves import thinned

@@ -20,21 +20,25 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright.files.json_text import strict_json
-from shardwright.planner import cache
-from shardwright.planner.allocator import Rules
-from shardwright.planner.cycles import one_collection
-from shardwright.planner.devices import Device
-from shardwright.planner.search import (
+from shardwright.common.json_text import strict_json
+from shardwright.planner import (
+    Device,
     Found,
     Keys,
     Later,
+    Rules,
+    Speed,
+    Verdict,
     fastest,
     frontier,
+    in_gib,
+    in_time,
+    judge,
+    load_program,
+    one_collection,
     search_widely,
+    speed_of,
 )
-from shardwright.planner.speed import Speed, in_time, speed_of
-from shardwright.planner.verdict import Verdict, in_gib, judge
 from shardwright.train.commands.pages.html_file import write_page
 from shardwright.train.commands.plans.grids import changed, divides_loss, further_settings, grids_of
 from shardwright.train.commands.plans.plan import (
@@ -204,7 +208,7 @@ def _modules(config: Config, ranks: int, device: Device, caches: bool) -> list[s
     """Return the modules that plans of a search will need: none if the job's own plan is kept, and so probably all are
     of an earlier search."""
     key = cache_key(config, ranks, device.kind) if caches else None
-    if key is not None and cache.load(key) is not None:
+    if key is not None and load_program(key) is not None:
         return []
     return [*PRELOADED, *([OF_TRANSFORMERS] if base_of(config.model.shape()) is not None else [])]
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from shardwright.planner.devices import Figures
-from shardwright.planner.search import Axis, Keys, Plan, corners, first_keys, with_keys
+from shardwright.planner import Axis, Figures, Keys, Plan, corners, first_keys, with_keys
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims

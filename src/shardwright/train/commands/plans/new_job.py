@@ -11,10 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.planner.allocator import Rules
-from shardwright.planner.devices import Device
-from shardwright.planner.search import Found, fastest
-from shardwright.planner.verdict import in_gib
+from shardwright.planner import Device, Found, Rules, fastest, in_gib
 from shardwright.train.commands.plans.fit import search
 from shardwright.train.commands.plans.plan import say as say_in_place
 from shardwright.train.commands.plans.planned_job import PlannedJob
@@ -26,9 +23,12 @@ from shardwright.train.config.shapes.foreign import CONFIG
 from shardwright.train.config.shapes.hub import is_hub_name
 from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.data.sources.places import PYDOC, SUFFIXES, locate, size_of
-from shardwright.train.data.tokens.tokenizers import FILE as TOKENIZER_FILE
-from shardwright.train.data.tokens.tokenizers import KEY as TOKENIZER_KEY
-from shardwright.train.data.tokens.tokenizers import Bytes, open_tokenizer
+from shardwright.train.data.tokens.tokenizers import (
+    FILE as TOKENIZER_FILE,
+    KEY as TOKENIZER_KEY,
+    Bytes,
+    open_tokenizer,
+)
 from shardwright.train.errors import UserError, counted
 from shardwright.train.models.vocabulary import with_vocabulary
 

@@ -11,14 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from shardwright.planner import cache
-from shardwright.planner.allocator import Rules, with_setting
-from shardwright.planner.cycles import search_all
-from shardwright.planner.devices import Device
-from shardwright.planner.program import Program
-from shardwright.planner.speed import in_time, speed_of
-from shardwright.planner.text import as_json
-from shardwright.planner.verdict import Verdict, in_gib, judge
+from shardwright.planner import (
+    Device,
+    Program,
+    Rules,
+    Verdict,
+    as_json,
+    in_gib,
+    in_time,
+    judge,
+    load_program,
+    search_all,
+    speed_of,
+    store_program,
+    with_setting,
+)
 from shardwright.train.commands.pages.html_file import write_page
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.kinds import model_in_words, sizes_of
@@ -150,10 +157,10 @@ def program_of(
 ) -> Program:
     """The program of the configuration on devices of this kind, from the cache if it is there."""
     key = cache_key(config, ranks, kind) if caches else None
-    program = cache.load(key) if key is not None else None
+    program = load_program(key) if key is not None else None
     if program is None:
-        from shardwright.engine.compat.private import log_errors_alone
-        from shardwright.planner.tracing.hollow import map_large_blocks
+        from shardwright.engine.compat import log_errors_alone
+        from shardwright.planner.tracing import map_large_blocks
         from shardwright.train.planning import programs
 
         map_large_blocks()
@@ -162,7 +169,7 @@ def program_of(
             programs.open_search()
         program = programs.program_of(config, ranks, kind)
         if key is not None:
-            cache.store(key, program)
+            store_program(key, program)
     return program
 
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from shardwright.files.json_text import strict_json
-from shardwright.planner.allocator import Rules
-from shardwright.planner.devices import Device
-from shardwright.planner.program import Owner
-from shardwright.planner.speed import in_time, speed_of
-from shardwright.planner.verdict import Verdict, in_gib, judge
+from shardwright.common.json_text import strict_json
+from shardwright.planner import Device, Owner, Rules, Verdict, in_gib, in_time, judge, speed_of
 from shardwright.train.commands.plans.plan import program_of
 from shardwright.train.commands.plans.planned_job import PlannedJob
 

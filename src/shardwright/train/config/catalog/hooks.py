@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from shardwright.engine.extend.registry import Registry
+from shardwright.engine.extend import Registry
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 
 if TYPE_CHECKING:

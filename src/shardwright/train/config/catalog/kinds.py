@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from shardwright.engine.extend.registry import ExtensionError, Registry, call, check_signature
+from shardwright.engine.extend import ExtensionError, Registry, call, check_signature
 from shardwright.train.config.shapes.foreign import HuggingFaceShape, PythonShape
 from shardwright.train.config.shapes.presets import HYBRID_PRESETS, PRESETS, HybridConfig, LlamaConfig, Shape
 from shardwright.train.errors import UserError, as_user_errors
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Plan = dict[str, ParallelStyle]
 
-    from shardwright.checkpoint.pretrained.key_maps import TensorSource
+    from shardwright.checkpoint import TensorSource
     from shardwright.context import Split
 
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardwright.engine.extend.registry import ExtensionError, Registry, call, check_signature
+from shardwright.engine.extend import ExtensionError, Registry, call, check_signature
 
 if TYPE_CHECKING:
     import torch
 
-    from shardwright.optim.needs import Needs
+    from shardwright.optim import Needs
 
     Parameters = list[tuple[str, torch.nn.Parameter]]
     Make = Callable[[Parameters, Parameters, "OptimizerSettings"], torch.optim.Optimizer]

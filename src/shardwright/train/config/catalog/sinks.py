@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.engine.extend.registry import ExtensionError, Registry, call, check_signature
+from shardwright.engine.extend import ExtensionError, Registry, call, check_signature
 from shardwright.train.errors import UserError
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from shardwright.checkpoint import Damaged
-from shardwright.files.durable import replace_file, sync_files, sync_folder
-from shardwright.files.json_text import strict_json
+from shardwright.common.durable import replace_file, sync_files, sync_folder
+from shardwright.common.json_text import strict_json
 from shardwright.train.data.sources.documents import DataFiles, places, spans
 from shardwright.train.data.sources.places import (
     PYDOC,

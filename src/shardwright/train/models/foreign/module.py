@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.checkpoint.pretrained.key_maps import KeyMap
+from shardwright.checkpoint import KeyMap
 from shardwright.train.models.foreign.units import Units
 from shardwright.train.models.language_model import LanguageModel
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.context import Split, context_parallel
-from shardwright.engine.extend.registry import ExtensionError, call, import_value
+from shardwright.engine.extend import ExtensionError, call, import_value
 from shardwright.train.config.shapes.foreign import PythonShape
 from shardwright.train.errors import UserError, as_user_errors, did_you_mean
 from shardwright.train.models.foreign.module import ForeignModel

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.context import Split, attending, gather, shard
-from shardwright.context.attending import Part, visible
+from shardwright.context import Part, Split, attend_part, exchanged, gather, shard, visible
 from shardwright.engine.extend import ExtensionError
 from shardwright.train.errors import UserError
 from shardwright.train.models.hf import documents as trials
@@ -218,14 +217,14 @@ def _attention(
         if softcap is not None:
             seen = visible(part, q.device, window=sliding_window, documents_BS=documents_BS)
             return _capped(q, k, v, seen, softcap, scaling, dropout)
-        return attending.attend_part(
+        return attend_part(
             q, k, v, part, True, sliding_window, documents_BS, dropout=dropout, scale=scaling, sinks=sinks
         )
 
     if not divided.mixes:
         # Each token by itself, but with all that its place in the sample changes.
         return v.mean(2, keepdim=True) + (q.mean(-1) + k.mean((2, 3)).unsqueeze(-1)).unsqueeze(-1), None
-    return attending.exchanged(split, q, k, v, kernel, window=sliding_window), None
+    return exchanged(split, q, k, v, kernel, window=sliding_window), None
 
 
 def _capped(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwright.engine.compat.private import outside_dispatch_modes
+from shardwright.engine.compat import outside_dispatch_modes
 from shardwright.train.models.hf.documents import unnoticed
 
 #: The name of the attention here in transformers' interface.

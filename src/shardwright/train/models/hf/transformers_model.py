@@ -22,13 +22,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint import load_pretrained
-from shardwright.checkpoint.pretrained.conversions import transformers_key_map
-from shardwright.checkpoint.pretrained.files import SAFETENSORS_INDEX, FileTensor, open_stored
-from shardwright.checkpoint.pretrained.key_maps import TensorSource
-from shardwright.checkpoint.pretrained.model import mesh_of
-from shardwright.engine.collective import OtherRankFailed, RankGroup
-from shardwright.engine.unit.owning import units_of
+from shardwright.checkpoint import (
+    SAFETENSORS_INDEX,
+    FileTensor,
+    TensorSource,
+    load_pretrained,
+    mesh_of,
+    open_stored,
+    transformers_key_map,
+)
+from shardwright.engine import OtherRankFailed, RankGroup, units_of
 from shardwright.train.config.shapes.foreign import CONFIG, FILES_OF_PATH, HuggingFaceShape, is_folder
 from shardwright.train.config.shapes.hub import fetch_file, fetch_files, fetch_first
 from shardwright.train.config.shapes.rope_tables import one_place

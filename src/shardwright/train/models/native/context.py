@@ -15,8 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from shardwright.context import Split, attending, exchange, gather, shard
-from shardwright.context.attending import Part
+from shardwright.context import (
+    Part,
+    Split,
+    copies_of_heads,
+    exchanged,
+    gather,
+    repeated,
+    shard,
+    to_heads,
+    to_tokens,
+)
 from shardwright.train.config import Config
 from shardwright.train.config.shapes.presets import HybridConfig
 from shardwright.train.errors import UserError
@@ -95,7 +104,7 @@ def _attend(
             return whole(q, k, v, documents)
         return attend_part(q, k, v, documents, part)
 
-    return attending.exchanged(split, q_BSHK, k_BSHK, v_BSHK, kernel)
+    return exchanged(split, q_BSHK, k_BSHK, v_BSHK, kernel)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -107,7 +116,7 @@ class _OwnHeads(Mamba2):
 
     def __init__(self, config: HybridConfig, ranks: int) -> None:
         #: By which each group is sent.
-        self.copies = exchange.copies_of_heads(config.mamba_heads, config.mamba_groups, ranks)
+        self.copies = copies_of_heads(config.mamba_heads, config.mamba_groups, ranks)
         groups = config.mamba_groups * self.copies // ranks
         with torch.device("meta"):
             super().__init__(replace(config, mamba_heads=config.mamba_heads // ranks, mamba_groups=groups))
@@ -131,12 +140,12 @@ def _mixed(
     shared = c.mamba_groups * c.mamba_state
     x, b, c_ = convolved_BSC.split([c.mamba_dim, shared, shared], dim=-1)
     states = (c.mamba_groups, c.mamba_state)
-    groups = [exchange.repeated(t.unflatten(-1, states), part.copies) for t in (b, c_)]
+    groups = [repeated(t.unflatten(-1, states), part.copies) for t in (b, c_)]
     heads = [x.unflatten(-1, (c.mamba_heads, c.mamba_head_dim)), *groups, dt_BSH.unsqueeze(-1)]
-    *convolved, dt = exchange.to_heads(split, heads)
+    *convolved, dt = to_heads(split, heads)
     parameters = _parameters_of_heads(split.rank, part, module)
     arguments = torch.cat([t.flatten(2) for t in convolved], dim=-1), dt.squeeze(-1), documents
-    return exchange.to_tokens(split, functional_call(part, parameters, arguments))
+    return to_tokens(split, functional_call(part, parameters, arguments))
 
 
 def _parameters_of_heads(rank: int, part: _OwnHeads, module: Mamba2) -> dict[str, Tensor]:

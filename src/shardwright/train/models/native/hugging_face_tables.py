@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.checkpoint.pretrained.key_maps import Stacked, TensorSource, Transposed
+from shardwright.checkpoint import Stacked, TensorSource, Transposed
 from shardwright.train.config.shapes.presets import HybridConfig, LlamaConfig, RopeScaling
 from shardwright.train.config.shapes.rope_tables import rope_tables
 from shardwright.train.errors import UserError, as_user_errors

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.activations.deferred_logits import DeferredLogits
+from shardwright.activations import DeferredLogits
 from shardwright.train.config.shapes.presets import HYBRID_PRESETS, HybridConfig
 from shardwright.train.models.native.decoder import (
     EMBEDDING_STD,

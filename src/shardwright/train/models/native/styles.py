@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.func import functional_call
 
-from shardwright.context.rows import RowExchange
-from shardwright.engine.comm.notes import noted
+from shardwright.context import RowExchange
+from shardwright.engine.comm import noted
 from shardwright.train.config.shapes.presets import HybridConfig
 from shardwright.train.models.native.hybrid import MixtureOfExperts, NextButOne, through_experts
 from shardwright.train.models.native.mamba import Mamba2

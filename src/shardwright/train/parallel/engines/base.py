@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright.optim.clip import ParameterNorms
+from shardwright.optim import ParameterNorms
 from shardwright.train.config import ParallelConfig
 from shardwright.train.config.catalog.optimizers import NamedOptimizer
 from shardwright.train.config.sections.optimizer import OptimizerConfig

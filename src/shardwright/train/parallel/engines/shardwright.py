@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.engine.compat.private import MissingCompilerError
-from shardwright.optim.clip import ParameterNorms, clip_finite_grad_norm_, clip_finite_with_units
+from shardwright.engine.compat import MissingCompilerError
+from shardwright.optim import ParameterNorms, clip_finite_grad_norm_, clip_finite_with_units
 from shardwright.train.config.catalog.optimizers import NamedOptimizer
 from shardwright.train.config.dims import EXPERT
 from shardwright.train.config.sections.optimizer import OptimizerConfig

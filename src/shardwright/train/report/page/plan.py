@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwright.planner.program import Program
-from shardwright.planner.speed import Speed
-from shardwright.planner.text import as_values
-from shardwright.planner.verdict import Verdict
+from shardwright.planner import Program, Speed, Verdict, as_values
 from shardwright.train.report.page.document import LIMIT, document, size_of
 from shardwright.train.report.page.step import MOST, step_picture, tensors_of
 

@@ -10,11 +10,23 @@ import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwright.planner.devices import Figures
-from shardwright.planner.program import OPTIMIZER, Alloc, Free, Kernel, Peak, Phase, Program
-from shardwright.planner.rates import Rates
-from shardwright.planner.timeline import COMPUTE, Recording, Span, Step, record
-from shardwright.planner.work import Work
+from shardwright.planner import (
+    COMPUTE,
+    OPTIMIZER,
+    Alloc,
+    Figures,
+    Free,
+    Kernel,
+    Peak,
+    Phase,
+    Program,
+    Rates,
+    Recording,
+    Span,
+    Step,
+    Work,
+    record,
+)
 
 PARTS = 1_000_000  #: units of time in a step
 FREED = 2_000  #: a free counts as a moment if the next one comes later than this part of a step

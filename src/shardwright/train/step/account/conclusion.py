@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.engine import heartbeat as boards
-from shardwright.engine.comm.notes import noted
-from shardwright.engine.front.report import in_units
+from shardwright.engine import heartbeat as boards, in_units
+from shardwright.engine.comm import noted
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.figures import gib
 from shardwright.train.config.catalog.records import SET_PREFIX, RunEnd

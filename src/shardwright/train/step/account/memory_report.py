@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shardwright as sw
-from shardwright.engine import heartbeat as boards
-from shardwright.engine.compat.private import dump_memory_history, record_memory_history
-from shardwright.engine.front.report import in_units
+from shardwright.engine import heartbeat as boards, in_units
+from shardwright.engine.compat import dump_memory_history, record_memory_history
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.report import plan_picture

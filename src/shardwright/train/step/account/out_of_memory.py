@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 import shardwright as sw
-from shardwright.engine.compat.private import dump_memory_history
-from shardwright.engine.front.report import in_units
-from shardwright.files.durable import replace_file
+from shardwright.common.durable import replace_file
+from shardwright.engine import in_units
+from shardwright.engine.compat import dump_memory_history
 from shardwright.train.config import Config
 from shardwright.train.config.load import checked_config
 from shardwright.train.config.plans.memory_edits import Keys, edits_of, in_words

@@ -16,7 +16,7 @@ from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.account.clock import Part
 from shardwright.train.step.trainer import Trainer
-from shardwright.watching.profiling import Profiler
+from shardwright.watching import Profiler
 
 
 class StepProfile:

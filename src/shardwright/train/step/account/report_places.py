@@ -11,8 +11,7 @@ import torch
 from rich.console import Console
 
 from shardwright.train.config.catalog.records import RunSink
-from shardwright.train.config.catalog.sinks import RunSite
-from shardwright.train.config.catalog.sinks import sinks as named_sinks
+from shardwright.train.config.catalog.sinks import RunSite, sinks as named_sinks
 from shardwright.train.data.run_documents import write_data_record
 from shardwright.train.data.statement import tokens_of
 from shardwright.train.data.tokens.tokenizers import pinned_name

@@ -15,12 +15,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from shardwright.common.json_text import strict_json
 from shardwright.engine import heartbeat as boards
-from shardwright.engine.comm.notes import DTENSOR, hears_dtensor
-from shardwright.engine.comm.streams import streams_for, watched
-from shardwright.engine.memory import Slab
-from shardwright.engine.memory.slab import observe
-from shardwright.files.json_text import strict_json
+from shardwright.engine.comm import DTENSOR, hears_dtensor, streams_for, watched
+from shardwright.engine.memory import Slab, observe
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import RunEnd, StepRecord

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from shardwright.files.json_text import not_finite
+from shardwright.common.json_text import not_finite
 from shardwright.train.config.catalog.records import COMMON_LOSSES, Incident, StepRecord, of_sets
 from shardwright.train.errors import counted
 from shardwright.train.report.device_peaks import peak_flops

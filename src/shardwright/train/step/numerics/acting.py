@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 from shardwright.train.config.catalog.hooks import Fault
 from shardwright.train.config.catalog.records import Incident
 from shardwright.train.errors import counted

@@ -14,10 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwright.engine.assembly.states import plain_tensors
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.front.corruption import names_in
-from shardwright.engine.unit.owning import units_of
+from shardwright.engine import RankGroup, names_in, plain_tensors, units_of
 from shardwright.train.config import Config
 from shardwright.train.step.numerics.replaying import replay
 

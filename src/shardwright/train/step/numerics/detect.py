@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.comm.notes import noted
-from shardwright.engine.heartbeat import ranks_in_words
+from shardwright.engine import RankGroup, ranks_in_words
+from shardwright.engine.comm import noted
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.parallel.engines import engine_of

@@ -11,12 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwright.engine.assembly.states import plain_tensors
-from shardwright.engine.base.names import plain_name
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.compat.private import foreach_norm
-from shardwright.engine.front.corruption import unit_name
-from shardwright.engine.gradients.stepping import SteppedGradient
+from shardwright.engine import RankGroup, SteppedGradient, plain_name, plain_tensors, unit_name
+from shardwright.engine.compat import foreach_norm
 from shardwright.train.errors import counted
 
 MEANINGS = {

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.front.corruption import OWN, HashKey, state_hashes
+from shardwright.engine import OWN, HashKey, RankGroup, state_hashes
 from shardwright.train.config import Config
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.step.numerics.replaying import replay

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from shardwright.checkpoint import AsyncCheckpoint, Damaged, remove_unfinished, replaces_checkpoints
-from shardwright.engine import heartbeat as boards
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup, heartbeat as boards
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.report.reporter import Reporter

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.engine import heartbeat as boards
-from shardwright.engine.comm.notes import noted
+from shardwright.engine.comm import noted
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Job, TrainerHook
 from shardwright.train.config.catalog.records import RunEnd, StepRecord

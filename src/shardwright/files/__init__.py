@@ -1,1 +1,0 @@
-"""Files that are on disk when a call returns, and JSON as the package writes it."""
