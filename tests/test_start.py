@@ -90,7 +90,7 @@ def test_the_compiler_skips_the_engine_whenever_it_is_imported(layout: str, befo
 
 
 def test_tokens_are_read_without_the_engine() -> None:
-    names = ("shardwright.engine", "torch.distributed.fsdp", "torch.distributed.checkpoint")
+    names = ("shardwright.engine.front.api", "torch.distributed.fsdp", "torch.distributed.checkpoint")
     code = f"import sys, shardwright.train.data.dataset; print([name for name in {names!r} if name in sys.modules])"
     assert lines(code) == ["[]"]
 

@@ -20,7 +20,6 @@ from shardwright.common.version import __version__ as __version__
 if TYPE_CHECKING:
     from torch.distributed.fsdp import (
         CPUOffloadPolicy as CPUOffloadPolicy,
-        DataParallelMeshDims as DataParallelMeshDims,
         MixedPrecisionPolicy as MixedPrecisionPolicy,
         OffloadPolicy as OffloadPolicy,
     )
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
         unsharded as unsharded,
         wrap as wrap,
     )
+    from shardwright.engine.compat import DataParallelMeshDims as DataParallelMeshDims
     from shardwright.engine.layout import Ragged as Ragged, Strategy as Strategy
     from shardwright.engine.memory import Allocator as Allocator
     from shardwright.init import deferred_init as deferred_init, materialize as materialize

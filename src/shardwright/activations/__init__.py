@@ -13,21 +13,15 @@ from shardwright.common.doors import door
 
 if TYPE_CHECKING:
     from shardwright.activations.causal_lm import chunk_causal_lm_loss as chunk_causal_lm_loss
-    from shardwright.activations.checkpointing import (
-        SELECTIVE as SELECTIVE,
-        checkpoint_blocks as checkpoint_blocks,
-        compile_blocks as compile_blocks,
-    )
     from shardwright.activations.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
-    from shardwright.activations.deferred_logits import (
-        DeferredLogits as DeferredLogits,
-        LossInForward as LossInForward,
-    )
-    from shardwright.activations.head_call import piece_of_call as piece_of_call
-    from shardwright.activations.host_pool import HostMemoryError as HostMemoryError, HostPool as HostPool
-    from shardwright.activations.offload import (
-        SMALLEST as SMALLEST,
-        offload_activations as offload_activations,
-    )
+    from shardwright.activations.offload import offload_activations as offload_activations
+
+# For other rooms of the package.
+if TYPE_CHECKING:
+    from shardwright.activations.checkpointing import SELECTIVE, checkpoint_blocks, compile_blocks
+    from shardwright.activations.deferred_logits import DeferredLogits, LossInForward
+    from shardwright.activations.head_call import piece_of_call
+    from shardwright.activations.host_pool import HostMemoryError, HostPool
+    from shardwright.activations.offload import SMALLEST
 
 __all__, __getattr__, __dir__ = door(__spec__)

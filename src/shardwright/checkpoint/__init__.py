@@ -22,58 +22,21 @@ from shardwright.common.doors import door
 
 if TYPE_CHECKING:
     from shardwright.checkpoint.asynchronous.async_checkpoint import AsyncCheckpoint as AsyncCheckpoint
-    from shardwright.checkpoint.convert.conversion import convert_checkpoint as convert_checkpoint
-    from shardwright.checkpoint.dcp.opcodes import not_plain as not_plain
-    from shardwright.checkpoint.format.digests import sealed as sealed, unsealed as unsealed
     from shardwright.checkpoint.format.index import UnknownVersion as UnknownVersion
-    from shardwright.checkpoint.format.names import INDEX as INDEX, METADATA as METADATA
-    from shardwright.checkpoint.format.nested import (
-        NestedState as NestedState,
-        StateTensor as StateTensor,
-        nested as nested,
-    )
+    from shardwright.checkpoint.format.nested import nested as nested
     from shardwright.checkpoint.load.checkpoints import StoredForm as StoredForm
-    from shardwright.checkpoint.pretrained.conversions import transformers_key_map as transformers_key_map
-    from shardwright.checkpoint.pretrained.files import (
-        SAFETENSORS_INDEX as SAFETENSORS_INDEX,
-        FileTensor as FileTensor,
-        SafetensorsFile as SafetensorsFile,
-        abbreviated as abbreviated,
-        open_stored as open_stored,
-        write_json as write_json,
-    )
     from shardwright.checkpoint.pretrained.key_maps import (
         Joined as Joined,
         KeyMap as KeyMap,
         Slice as Slice,
         Stacked as Stacked,
-        TensorSource as TensorSource,
         Transposed as Transposed,
-        source_of as source_of,
     )
     from shardwright.checkpoint.pretrained.load_pretrained import (
         Loaded as Loaded,
         load_pretrained as load_pretrained,
     )
-    from shardwright.checkpoint.pretrained.model import (
-        Box as Box,
-        ModelTensor as ModelTensor,
-        boxes_of as boxes_of,
-        mesh_of as mesh_of,
-        same_bits as same_bits,
-        tensors_of as tensors_of,
-    )
-    from shardwright.checkpoint.pretrained.renaming import Rule as Rule
-    from shardwright.checkpoint.pretrained.save_pretrained import (
-        save_pretrained as save_pretrained,
-        write_model as write_model,
-        write_stored_model as write_stored_model,
-    )
-    from shardwright.checkpoint.pretrained.stored_model import (
-        StoredModel as StoredModel,
-        bytes_of as bytes_of,
-        stored_model as stored_model,
-    )
+    from shardwright.checkpoint.pretrained.save_pretrained import save_pretrained as save_pretrained
     from shardwright.checkpoint.storage.housekeeping import (
         check_writable as check_writable,
         is_checkpoint as is_checkpoint,
@@ -81,11 +44,6 @@ if TYPE_CHECKING:
         remove_checkpoint as remove_checkpoint,
         remove_unfinished as remove_unfinished,
         replaces_checkpoints as replaces_checkpoints,
-    )
-    from shardwright.checkpoint.storage.local_files import (
-        open_regular as open_regular,
-        read_regular as read_regular,
-        size_of as size_of,
     )
     from shardwright.checkpoint.storage.local_store import has_description as has_description
     from shardwright.checkpoint.storage.locations import folder_or_url as folder_or_url
@@ -103,11 +61,40 @@ if TYPE_CHECKING:
         open_checkpoint as open_checkpoint,
     )
     from shardwright.checkpoint.training.save_checkpoint import (
-        SHARED as SHARED,
         save_checkpoint as save_checkpoint,
         save_state as save_state,
-        state_to_save as state_to_save,
     )
     from shardwright.common.errors import Damaged as Damaged
+
+# For other rooms of the package.
+if TYPE_CHECKING:
+    from shardwright.checkpoint.convert.conversion import convert_checkpoint
+    from shardwright.checkpoint.dcp.opcodes import not_plain
+    from shardwright.checkpoint.format.digests import sealed, unsealed
+    from shardwright.checkpoint.format.names import INDEX, METADATA
+    from shardwright.checkpoint.format.nested import NestedState, StateTensor
+    from shardwright.checkpoint.pretrained.conversions import transformers_key_map
+    from shardwright.checkpoint.pretrained.files import (
+        SAFETENSORS_INDEX,
+        FileTensor,
+        SafetensorsFile,
+        abbreviated,
+        open_stored,
+        write_json,
+    )
+    from shardwright.checkpoint.pretrained.key_maps import TensorSource, source_of
+    from shardwright.checkpoint.pretrained.model import (
+        Box,
+        ModelTensor,
+        boxes_of,
+        mesh_of,
+        same_bits,
+        tensors_of,
+    )
+    from shardwright.checkpoint.pretrained.renaming import Rule
+    from shardwright.checkpoint.pretrained.save_pretrained import write_model, write_stored_model
+    from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model
+    from shardwright.checkpoint.storage.local_files import open_regular, read_regular, size_of
+    from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
 
 __all__, __getattr__, __dir__ = door(__spec__)

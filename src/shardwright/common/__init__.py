@@ -1,1 +1,1 @@
-"""What every room may use: errors, durable files, JSON, the doors of rooms. Only the standard library is imported."""
+"""Tools that every room may use: errors, durable files, JSON and doors. It imports the standard library only."""

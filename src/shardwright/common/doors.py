@@ -20,24 +20,29 @@ def door(spec: ModuleSpec) -> tuple[list[str], Callable[[str], Any], Callable[[]
     and which this function reads from the package's source. So a program pays only for the modules that it uses: the
     command line answers without torch, and the launcher starts without the engine.
 
+    A name that is imported as itself, ``plan as plan``, is public: it is in ``__all__``, and users may rely on it. The
+    others are for rooms of this package alone.
+
     Args:
         spec: ``__spec__`` of the package.
     """
     package = spec.name
     source = spec.loader.get_source(package)  # type: ignore[union-attr]
     homes: dict[str, tuple[str, str]] = {}
+    public: list[str] = []
     for module, several, one in _IMPORT.findall(source):
-        for entry in (several or one).split(","):
-            original, _, name = entry.strip().partition(" as ")
-            if original:
-                homes[name or original] = (module, original)
+        for entry in filter(None, map(str.strip, (several or one).split(","))):
+            original, _, name = entry.partition(" as ")
+            homes[name or original] = module, original
+            if name:
+                public.append(name)
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, original = homes[name]
         home = importlib.import_module(module) if module != package else None
-        if home is None or not hasattr(home, original):
+        if home is None or not hasattr(home, original):  # a module of the package
             value = importlib.import_module(f"{module}.{original}")
         else:
             value = getattr(home, original)
@@ -47,4 +52,4 @@ def door(spec: ModuleSpec) -> tuple[list[str], Callable[[str], Any], Callable[[]
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes})
 
-    return sorted(homes), get, names
+    return sorted(public), get, names

@@ -10,21 +10,8 @@ from typing import TYPE_CHECKING
 from shardwright.common.doors import door
 
 if TYPE_CHECKING:
-    from shardwright.context.attending import (
-        Part as Part,
-        attend_part as attend_part,
-        attention as attention,
-        exchanged as exchanged,
-        visible as visible,
-    )
-    from shardwright.context.exchange import (
-        copies_of_heads as copies_of_heads,
-        repeated as repeated,
-        to_heads as to_heads,
-        to_tokens as to_tokens,
-    )
+    from shardwright.context.attending import attention as attention
     from shardwright.context.modules import context_parallel as context_parallel
-    from shardwright.context.rows import RowExchange as RowExchange
     from shardwright.context.split import (
         Split as Split,
         current as current,
@@ -33,5 +20,11 @@ if TYPE_CHECKING:
         shard as shard,
         whole_samples as whole_samples,
     )
+
+# For other rooms of the package.
+if TYPE_CHECKING:
+    from shardwright.context.attending import Part, attend_part, exchanged, visible
+    from shardwright.context.exchange import copies_of_heads, repeated, to_heads, to_tokens
+    from shardwright.context.rows import RowExchange
 
 __all__, __getattr__, __dir__ = door(__spec__)

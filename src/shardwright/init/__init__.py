@@ -16,12 +16,13 @@ from shardwright.common.doors import door
 
 if TYPE_CHECKING:
     from shardwright.init.context import deferred_init as deferred_init
-    from shardwright.init.delivery import (
-        become as become,
-        materialize as materialize,
-        refuse_graphs as refuse_graphs,
-    )
-    from shardwright.init.recorder import DeferredTensor as DeferredTensor, value_of as value_of
-    from shardwright.init.truncated import drawn_by as drawn_by, draws_one_piece as draws_one_piece
+    from shardwright.init.delivery import materialize as materialize
+    from shardwright.init.recorder import value_of as value_of
+
+# For other rooms of the package.
+if TYPE_CHECKING:
+    from shardwright.init.delivery import become, refuse_graphs
+    from shardwright.init.recorder import DeferredTensor
+    from shardwright.init.truncated import draws_one_piece
 
 __all__, __getattr__, __dir__ = door(__spec__)

@@ -197,8 +197,8 @@ def _usable_cores() -> int | None:
 def _processes_share_memory() -> str | None:
     """None if another process of this user sees memory that this one shares; else why not.
 
-    CPU ranks of one host agree on collectives and run them by such memory, see ``comm/pages.py``. Without it they use
-    the network.
+    CPU ranks of one host agree on collectives and run them by such memory, see ``engine/comm/pages.py``. Without it
+    they use the network.
     """
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create"

@@ -6,6 +6,7 @@ from shardwright.common.doors import door
 
 if TYPE_CHECKING:
     from shardwright.engine.compat.private import (
+        DataParallelMeshDims,
         MissingCompilerError,
         OpOverload,
         TorchDispatchMode,

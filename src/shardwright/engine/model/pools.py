@@ -1,6 +1,6 @@
 """Planned memory of one model: the leases of its first step are recorded, then every lease gets a place.
 
-If a plan has no room for a lease, torch's allocator gives the memory (``memory/planned.py``). So a plan changes
+If a plan has no room for a lease, torch's allocator gives the memory (``engine/memory/planned.py``). So a plan changes
 addresses and never results.
 """
 

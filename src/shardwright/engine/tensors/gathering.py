@@ -1,7 +1,8 @@
 """Gathers a whole sharded tensor with plain all-gathers along its mesh.
 
 torch's ``DTensor.full_tensor`` gathers with an operation whose name has more than 15 characters. On gloo such names
-race with one another and corrupt the heap (see ``comm/collectives.py``), so the engine gathers its tensors itself.
+race with one another and corrupt the heap (see ``engine/comm/collectives.py``), so the engine gathers its tensors
+itself.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.context import Part, attend_part
+from shardwright.context import Part, attend_part as attend_over_part
 
 #: The target of a token whose prediction is not trained.
 IGNORED = -100
@@ -179,7 +179,7 @@ def attend_part(
         rows, keys = (edges_within(documents, places) for places in (part.rows, part.keys))
         return _attend_varlen(q_BRHK, k_BKHK, v_BKHK, rows, keys, q_BRHK.shape[2] != k_BKHK.shape[2])
     first_BS = None if documents is None else documents.first_BS
-    return attend_part(q_BRHK, k_BKHK, v_BKHK, part, documents_BS=first_BS)
+    return attend_over_part(q_BRHK, k_BKHK, v_BKHK, part, documents_BS=first_BS)
 
 
 def edges_within(documents: Documents, places: range) -> Tensor:

@@ -1,8 +1,8 @@
 """The leases, the collectives and the marks of streams of one early step of the first rank, with times, in a file of
 less than 1 MB.
 
-The engine notes leases and collectives in every step (``board.py``, ``memory/slab.py``), and orders its streams in one
-place (``comm/streams.py``); here is a listener for one step. Nothing here plans or draws.
+The engine notes leases and collectives in every step (``engine/heartbeat.py``, ``engine/memory/slab.py``), and orders
+its streams in one place (``engine/comm/streams.py``); here is a listener for one step. Nothing here plans or draws.
 """
 
 from __future__ import annotations
