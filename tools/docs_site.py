@@ -178,7 +178,7 @@ def reference(text: str) -> str:
 
 def entry(name: str) -> str:
     """The directive of mkdocstrings for one public name, or a line about a name of torch."""
-    if getattr(shardwright, name).__module__.startswith("torch."):
+    if getattr(getattr(shardwright, name), "__module__", "").startswith("torch."):
         return f"### {name}\n\nTorch's own class `torch.distributed.fsdp.{name}`.\n"
     names = [name, *(f"{name}.{function}" for function in SHADOWED.get(name, ()))]
     return "\n".join(f"::: shardwright.{each}\n" for each in names)
