@@ -1,7 +1,7 @@
 """Traces of torch's profiler with the names of units: `sw.profiler`, and the listener that gives the names.
 
-The engine notes each collective on the heartbeat (``engine/heartbeat.py``), and a listener turns these notes into ranges
-of the trace. So nothing here is called while no profiler runs. Nothing here measures a step or decides which steps are traced.
+The engine notes each collective in ``engine/heartbeat.py``, and a listener turns these notes into ranges of the trace.
+So nothing here is called while no profiler runs. Nothing here measures a step or decides which steps are traced.
 """
 
 from __future__ import annotations

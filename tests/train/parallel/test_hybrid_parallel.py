@@ -15,13 +15,13 @@ import shardwright as sw
 from shardwright.engine.compat.private import MissingCompilerError
 from shardwright.engine.model import pools
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.kinds import tensor_plan
 from shardwright.train.errors import UserError
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import build_model
 from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.native.styles import SummedParts, rows_of, spread_experts
+from shardwright.train.models.offers import tensor_plan
 from shardwright.train.parallel import recipe
 from shardwright.train.parallel.checks import check_ranks
 from shardwright.train.step import loading

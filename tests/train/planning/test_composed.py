@@ -9,10 +9,10 @@ import pytest
 
 from shardwright.planner.program import Program
 from shardwright.train.config import Config, load_config
-from shardwright.train.config.plans.shorter_jobs import series_of
 from shardwright.train.errors import UserError
 from shardwright.train.planning import programs
 from shardwright.train.planning.programs import composed_program, program_of, traced_program
+from shardwright.train.planning.shorter_jobs import series_of
 from tests.train.planning.kit import EXAMPLES, config_of, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

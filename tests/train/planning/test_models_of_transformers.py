@@ -11,9 +11,9 @@ import pytest
 from shardwright.cli.program import main
 from shardwright.train.config import Config
 from shardwright.train.config.plans.job_of_model import assumed_job
-from shardwright.train.config.plans.shorter_jobs import series_of
 from shardwright.train.models.hf.layers import described, shape_with_layers
 from shardwright.train.planning.programs import composed_program, program_of, traced_program
+from shardwright.train.planning.shorter_jobs import series_of
 from tests.train.models.kit.architectures import ARCHITECTURES
 from tests.train.models.kit.hub import hub
 from tests.train.planning.kit import compare, plain

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint import KeyMap
-from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.models import hugging_face
+from shardwright.train.models.offers import offers_of
 from shardwright.train.run.folder import RunFolder
 
 

@@ -29,7 +29,6 @@ from shardwright.checkpoint import (
     write_stored_model,
 )
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.data.dataset import read_template
 from shardwright.train.data.tokens import byte_tokenizer
@@ -43,6 +42,7 @@ from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of
 from shardwright.train.models.foreign.module import module_names
 from shardwright.train.models.generation_settings import generation_settings, with_ids
+from shardwright.train.models.offers import offers_of
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.position import Position
 from shardwright.train.run.same_job import check_same_tokenizer, recorded_tokenizer

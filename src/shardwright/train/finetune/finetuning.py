@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.checkpoint import KeyMap
 from shardwright.engine import RankGroup
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import reset_magnitudes, uncalled_layers
 from shardwright.train.finetune.base import base_of, check_same_base, write_base
@@ -26,6 +25,7 @@ from shardwright.train.finetune.selection import (
 from shardwright.train.models.build import model_of
 from shardwright.train.models.foreign.module import module_names
 from shardwright.train.models.hugging_face import key_map
+from shardwright.train.models.offers import offers_of
 
 
 def source_of(config: Config) -> str:

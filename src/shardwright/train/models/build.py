@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import ModelConfig
-from shardwright.train.config.catalog.kinds import kind_of, model_in_words, offers_of
+from shardwright.train.config.catalog.kinds import kind_of, model_in_words
 from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.models.language_model import NEEDED, LanguageModel, missing_members
+from shardwright.train.models.offers import offers_of
 from shardwright.train.models.outputs import check_class
 from shardwright.train.models.vocabulary import check_vocabulary
 

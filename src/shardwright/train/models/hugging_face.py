@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright.checkpoint import TensorSource
-from shardwright.train.config.catalog.kinds import kinds, offer
+from shardwright.train.config.catalog.kinds import kinds
 from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.errors import UserError
+from shardwright.train.models.offers import offer, offers_of_kind
 
 
 def key_map(shape: Shape) -> dict[str, TensorSource | None]:
@@ -40,7 +41,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     Raises:
         UserError: it describes a model, or a variant of one, that is none of those here.
     """
-    readers = {name: read for kind in kinds for name, read in kind.load().shapes.items()}
+    readers = {name: read for kind in kinds for name, read in offers_of_kind(kind).shapes.items()}
     kind = config.get("model_type")
     if kind not in readers:
         *others, last = readers

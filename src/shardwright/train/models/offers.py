@@ -1,8 +1,24 @@
-"""The Offers of this package's kinds of models. A kind's modules are imported when its function is called."""
+"""Offers of kinds of models: those of this package, and functions that look up what the kind of a shape offers.
+
+A kind's modules are imported when its function is called.
+"""
 
 from __future__ import annotations
 
-from shardwright.train.config.catalog.kinds import Offers
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardwright.engine.extend import ExtensionError, call
+from shardwright.train.config.catalog.kinds import Kind, Layers, Offers, kind_of
+from shardwright.train.config.shapes.presets import Shape
+from shardwright.train.errors import UserError, as_user_errors
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    Plan = dict[str, ParallelStyle]
 
 
 def llama() -> Offers:
@@ -64,3 +80,92 @@ def python() -> Offers:
         check=python.check,
         fingerprints=python.fingerprints,
     )
+
+
+_BUILT_IN = {"llama": llama, "hybrid": hybrid, "hf": hf, "python": python}
+
+
+def offers_of(shape: Any) -> Offers:
+    """Return the Offers of a shape's kind. Raise TypeError as :func:`kind_of`, and UserError for a wrong ``load``."""
+    return offers_of_kind(kind_of(shape))
+
+
+def offers_of_kind(kind: Kind) -> Offers:
+    """Return what a kind of models offers, which is imported now.
+
+    Raises:
+        UserError: the kind's ``load`` raised an error, or returned something else.
+    """
+    owner = f"The function load of kind {kind.name!r}"
+    with as_user_errors(ExtensionError, prefix="model.kind: "):
+        offers = call(owner, kind.load or _BUILT_IN[kind.name])
+    if not isinstance(offers, Offers):
+        raise UserError(
+            f"model.kind: {owner} returned {offers!r} ({type(offers).__name__}); expected an Offers, such as "
+            "Offers(MyModel)"
+        )
+    return offers
+
+
+def layers_of(shape: Any) -> Layers | None:
+    """The layers of a shape's model; None if there are no models with some of them."""
+    layers = offers_of(shape).layers
+    return None if layers is None else layers(shape)
+
+
+def offer(shape: Any, what: str, key: str) -> Any:
+    """The function ``what`` of the Offers of a shape's kind. A configuration asks for it with ``key``.
+
+    Raises:
+        UserError: it offers no such thing.
+    """
+    value = getattr(offers_of(shape), what)
+    if value is None:
+        raise UserError(
+            f"{key}: kind {kind_of(shape).name!r} does not support this, since its Offers have no {what}"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model, in elements.
+
+    Attributes:
+        parameters: of all parameters, a tied matrix counted once.
+        tables: of all buffers.
+        largest: of the largest parameter.
+    """
+
+    parameters: int
+    tables: int
+    largest: int
+
+
+@functools.lru_cache(8)
+def sizes_of(shape: Shape) -> Sizes:
+    """The sizes of the model of that shape. Where the shape's class does not say them the model is built on meta."""
+    if hasattr(shape, "parameters"):
+        return Sizes(shape.parameters, shape.table_numel, shape.largest_parameter)
+    import torch
+
+    with torch.device("meta"):
+        model = offers_of(shape).model(shape)
+    sizes = [p.numel() for p in model.parameters()]
+    return Sizes(sum(sizes), sum(b.numel() for b in model.buffers()), max(sizes, default=0))
+
+
+def tensor_plan(shape: Shape, experts: DeviceMesh | None = None) -> Plan:
+    """By pattern of module names, what each becomes in a model of that shape.
+
+    The experts of a hybrid may have been spread over `experts` before.
+    """
+    plan: Plan = offer(shape, "tensor_plan", "parallel.tensor")(shape, experts)
+    return plan
+
+
+def uneven(shape: Shape, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
+    """Keys whose values these many tensor-parallel ranks cannot cut, the values, and of what they must be multiples."""
+    offer(shape, "tensor_plan", "parallel.tensor")
+    sizes = offers_of(shape).uneven
+    return [] if sizes is None else sizes(shape, seq_len, ranks)

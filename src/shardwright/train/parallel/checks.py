@@ -6,13 +6,14 @@ Nothing here needs a process group. Importing this file imports no engine, see `
 from __future__ import annotations
 
 from shardwright.train.config import Config, TrainConfig
-from shardwright.train.config.catalog.kinds import experts_of, offer, offers_of, uneven
+from shardwright.train.config.catalog.kinds import experts_of
 from shardwright.train.config.conflicts.jobs import STARTED
 from shardwright.train.config.conflicts.table import refuse
 from shardwright.train.config.dims import ParallelDims, check_divisor
 from shardwright.train.config.schema import toml_value
 from shardwright.train.config.sections.finetune import FinetuneConfig
 from shardwright.train.errors import UserError
+from shardwright.train.models.offers import offer, offers_of, uneven
 from shardwright.train.parallel.host_memory import check_model_fits, ranks_of_host
 from shardwright.train.parallel.rank_facts import choose_device, under_launcher
 

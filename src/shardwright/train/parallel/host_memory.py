@@ -14,9 +14,10 @@ import psutil
 from shardwright.engine.extend import resolve
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.engines import engines_that
-from shardwright.train.config.catalog.kinds import kind_of, sizes_of
+from shardwright.train.config.catalog.kinds import kind_of
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError
+from shardwright.train.models.offers import sizes_of
 
 STORED = 4
 """Bytes of a stored weight: float32."""

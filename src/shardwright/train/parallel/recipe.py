@@ -19,7 +19,6 @@ from shardwright.context import Split
 from shardwright.engine import RankGroup, has_no_values, plain_name
 from shardwright.engine.comm import make_mesh
 from shardwright.train.config import Config, ParallelConfig
-from shardwright.train.config.catalog.kinds import offer, tensor_plan
 from shardwright.train.config.dims import EXPERT, TENSOR, ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt
@@ -28,6 +27,7 @@ from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.models.native.decoder import Decoder
 from shardwright.train.models.native.hybrid import MixtureOfExperts
 from shardwright.train.models.native.styles import spread_experts
+from shardwright.train.models.offers import offer, tensor_plan
 from shardwright.train.parallel.engines import engine_of
 from shardwright.train.parallel.engines.base import Ranks
 from shardwright.train.parallel.host_memory import builds_deferred

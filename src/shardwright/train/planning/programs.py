@@ -31,17 +31,17 @@ from shardwright.planner.tracing import (
     watch_training,
 )
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.config.conflicts.jobs import PLANNED
 from shardwright.train.config.conflicts.table import refuse
-from shardwright.train.config.plans.shorter_jobs import series_of
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.native.styles import even_routing
+from shardwright.train.models.offers import offers_of
 from shardwright.train.parallel.checks import check_division
 from shardwright.train.parallel.world import World
 from shardwright.train.planning.absent_data import AbsentData
+from shardwright.train.planning.shorter_jobs import series_of
 from shardwright.train.step.evaluation import validate
 from shardwright.train.step.hooks import Hooks, hooks_of
 from shardwright.train.step.numerics.detect import fault_of_state

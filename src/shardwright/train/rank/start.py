@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from shardwright.checkpoint import Damaged
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.kinds import offers_of
 from shardwright.train.data.dataset import Dataset, check_special_tokens, load_dataset
 from shardwright.train.errors import UserError
+from shardwright.train.models.offers import offers_of
 from shardwright.train.parallel.rank_facts import collective_timeout
 from shardwright.train.parallel.world import claim_gpu, pick_device
 from shardwright.train.rank.hosts import host_key, use_one_network

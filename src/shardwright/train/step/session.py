@@ -14,7 +14,6 @@ from shardwright.engine.comm import hears_dtensor
 from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook
-from shardwright.train.config.catalog.kinds import sizes_of
 from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.run_documents import resumed_data
@@ -24,6 +23,7 @@ from shardwright.train.launch.forecast import is_out_of_memory
 from shardwright.train.launch.opening import OpenedRun
 from shardwright.train.launch.resume import changes_in_words
 from shardwright.train.launch.signals import StopRequest
+from shardwright.train.models.offers import sizes_of
 from shardwright.train.parallel.world import World
 from shardwright.train.report.console import Lines
 from shardwright.train.report.progress import START

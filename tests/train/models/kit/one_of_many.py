@@ -16,7 +16,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.kinds import sizes_of
+from shardwright.train.models.offers import sizes_of
 from shardwright.train.parallel.world import World
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.datasets import byte_dataset

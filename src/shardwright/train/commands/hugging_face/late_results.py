@@ -17,6 +17,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.launch.evaluation_process import is_beside_run
 from shardwright.train.report import sink_thread
 from shardwright.train.report.sink_thread import SinkThread
+from shardwright.train.report.sinks.opening import open_sink
 from shardwright.train.report.sinks.service import stored_run
 from shardwright.train.report.sinks.tensorboard import write_scalars
 from shardwright.train.run.evaluations import scalars_of
@@ -69,7 +70,7 @@ def _send_to(folder: RunFolder, config: Config, name: str, step: int, values: Ma
     last = max(1, recorded_step(folder.metrics_file))
     site = RunSite(folder.path.absolute(), config.model_copy(update={"log": log}), last)
     named = named_sinks.get(name)
-    sink = SinkThread(name, partial(named.make, site), named.patience)
+    sink = SinkThread(name, partial(open_sink, named, site), named.patience)
     sink.tasks(step, values)
     status: Literal["finished", "interrupted", "failed"] = "failed"
     if (recorded := folder.record()["status"]) in ("finished", "interrupted"):

@@ -15,7 +15,7 @@ from shardwright.planner import Device, Found, Rules, fastest, in_gib
 from shardwright.train.commands.plans.fit import search
 from shardwright.train.commands.plans.plan import say as say_in_place
 from shardwright.train.commands.plans.planned_job import PlannedJob
-from shardwright.train.config.catalog.kinds import kinds, near_name, sizes_of
+from shardwright.train.config.catalog.kinds import kinds, near_name
 from shardwright.train.config.load import load_config
 from shardwright.train.config.plans.job_of_model import MODEL_PREFIX
 from shardwright.train.config.schema import Config, toml_value
@@ -30,6 +30,7 @@ from shardwright.train.data.tokens.tokenizers import (
     open_tokenizer,
 )
 from shardwright.train.errors import UserError, counted
+from shardwright.train.models.offers import sizes_of
 from shardwright.train.models.vocabulary import with_vocabulary
 
 TASKS = ("pretrain", "finetune", "lora")

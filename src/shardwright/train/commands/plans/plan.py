@@ -28,11 +28,12 @@ from shardwright.planner import (
 )
 from shardwright.train.commands.pages.html_file import write_page
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.kinds import model_in_words, sizes_of
+from shardwright.train.config.catalog.kinds import model_in_words
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.plans.cache_key import cache_key
 from shardwright.train.config.plans.memory_edits import Keys, edits_of, edits_of_host, in_words
 from shardwright.train.errors import UserError, as_user_errors, counted
+from shardwright.train.models.offers import sizes_of
 from shardwright.train.report.page.plan import plan_page
 
 PROGRAMS = "shardwright.train.planning.programs"  #: the module that makes plans, which imports PyTorch

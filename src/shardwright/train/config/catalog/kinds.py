@@ -1,6 +1,6 @@
 """Kinds of models, for `[model] kind`, and what each offers.
 
-The functions at the end look up what the kind of a shape offers.
+``models/offers.py`` looks up what the kind of a shape offers.
 
 Nothing here imports torch until it is asked for, so that configurations can be checked and `--help` printed at once.
 """
@@ -8,18 +8,15 @@ Nothing here imports torch until it is asked for, so that configurations can be 
 from __future__ import annotations
 
 import difflib
-import functools
-import importlib
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from shardwright.engine.extend import ExtensionError, Registry, call, check_signature
+from shardwright.engine.extend import Registry, check_signature
 from shardwright.train.config.shapes.foreign import HuggingFaceShape, PythonShape
 from shardwright.train.config.shapes.presets import HYBRID_PRESETS, PRESETS, HybridConfig, LlamaConfig, Shape
-from shardwright.train.errors import UserError, as_user_errors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -133,7 +130,7 @@ class Kind:
             of `[model]`. It belongs to the first kind that is made with it.
         presets: the shapes that have a name, with that name as the key; one is "debug", the default of
             `[model] preset`. Empty: shapes begin with the defaults of the dataclass.
-        load: imports what the kind offers.
+        load: imports what the kind offers. None: a kind of this package, which ``models/offers.py`` knows.
         depth: the key that says how many layers there are, for an error message. Without presets: the key that names
             the model.
         divides_layers: a tensor or expert axis may divide layers; whether one does depends on the Offers.
@@ -150,7 +147,7 @@ class Kind:
     summary: str
     shape: type[Any]
     presets: Mapping[str, Any]
-    load: Callable[[], Offers]
+    load: Callable[[], Offers] | None
     depth: str = ""
     divides_layers: bool = True
     no_cuda_graph: str = ""
@@ -161,7 +158,8 @@ class Kind:
     base: Callable[[Any], HuggingFaceShape | None] = lambda shape: None
 
     def __post_init__(self) -> None:
-        check_signature(f"Kind {self.name!r}: load", self.load)
+        if self.load is not None:
+            check_signature(f"Kind {self.name!r}: load", self.load)
         if _KIND not in vars(self.shape):
             setattr(self.shape, _KIND, self)
 
@@ -199,37 +197,27 @@ def _experts_of_hybrid(shape: HybridConfig) -> Experts | None:
     return Experts(pattern, shape.n_experts) if "E" in pattern else None
 
 
-def _built_in(name: str) -> Callable[[], Offers]:
-    """The function of `models.offers` that says what a kind of this package offers, imported when it is called."""
-
-    def load() -> Offers:
-        offers: Offers = getattr(importlib.import_module("shardwright.train.models.offers"), name)()
-        return offers
-
-    return load
-
-
 kinds: Registry[Kind] = Registry(
     "kind of model",
     "models",
     Kind,
     (
         Kind(
-            "llama", "Llama 3.", LlamaConfig, PRESETS, _built_in("llama"), "model.n_layers", has_output_layer=True
+            "llama", "Llama 3.", LlamaConfig, PRESETS, None, "model.n_layers", has_output_layer=True
         ),
         Kind(
             "hybrid", "Mamba-2, attention, mixture-of-experts and dense layers in any order.",
-            HybridConfig, HYBRID_PRESETS, _built_in("hybrid"), "model.pattern",
+            HybridConfig, HYBRID_PRESETS, None, "model.pattern",
             experts=_experts_of_hybrid, has_output_layer=True,
             predicts_further=lambda shape: bool(shape.mtp_pattern),
         ),
         Kind(
             "hf", "Any causal language model of transformers: set model.path.", HuggingFaceShape, {},
-            _built_in("hf"), "model.path", divides_layers=False,
+            None, "model.path", divides_layers=False,
             no_cuda_graph="models of transformers make masks whose kind depends on values", base=lambda shape: shape,
         ),
         Kind(
-            "python", "Your own module: set model.target.", PythonShape, {}, _built_in("python"), "model.target",
+            "python", "Your own module: set model.target.", PythonShape, {}, None, "model.target",
             divides_layers=False, is_users_code=True,
         ),
     ),
@@ -284,20 +272,6 @@ def model_in_words(shape: Any, name: str = "") -> str:
     return f"the model of kind {(name or kind.name)!r}" if place is None else f"the model of {place!r}"
 
 
-def offers_of(shape: Any) -> Offers:
-    """The Offers of a shape's kind. Raises TypeError as :func:`kind_of`, and UserError for a wrong ``load``."""
-    kind = kind_of(shape)
-    owner = f"The function load of kind {kind.name!r}"
-    with as_user_errors(ExtensionError, prefix="model.kind: "):
-        offers = call(owner, kind.load)
-    if not isinstance(offers, Offers):
-        raise UserError(
-            f"model.kind: {owner} returned {offers!r} ({type(offers).__name__}); expected an Offers, such as "
-            "Offers(MyModel)"
-        )
-    return offers
-
-
 def experts_of(shape: Any) -> Experts | None:
     """The experts of a shape's model; None if it has none."""
     return kind_of(shape).experts(shape)
@@ -306,67 +280,3 @@ def experts_of(shape: Any) -> Experts | None:
 def base_of(shape: Any) -> HuggingFaceShape | None:
     """The model of transformers of whose files a shape's model is made, if any."""
     return kind_of(shape).base(shape)
-
-
-def layers_of(shape: Any) -> Layers | None:
-    """The layers of a shape's model; None if there are no models with some of them."""
-    layers = offers_of(shape).layers
-    return None if layers is None else layers(shape)
-
-
-def offer(shape: Any, what: str, key: str) -> Any:
-    """The function ``what`` of the Offers of a shape's kind. A configuration asks for it with ``key``.
-
-    Raises:
-        UserError: it offers no such thing.
-    """
-    value = getattr(offers_of(shape), what)
-    if value is None:
-        raise UserError(
-            f"{key}: kind {kind_of(shape).name!r} does not support this, since its Offers have no {what}"
-        )
-    return value
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a model, in elements.
-
-    Attributes:
-        parameters: of all parameters, a tied matrix counted once.
-        tables: of all buffers.
-        largest: of the largest parameter.
-    """
-
-    parameters: int
-    tables: int
-    largest: int
-
-
-@functools.lru_cache(8)
-def sizes_of(shape: Shape) -> Sizes:
-    """The sizes of the model of that shape. Where the shape's class does not say them the model is built on meta."""
-    if hasattr(shape, "parameters"):
-        return Sizes(shape.parameters, shape.table_numel, shape.largest_parameter)
-    import torch
-
-    with torch.device("meta"):
-        model = offers_of(shape).model(shape)
-    sizes = [p.numel() for p in model.parameters()]
-    return Sizes(sum(sizes), sum(b.numel() for b in model.buffers()), max(sizes, default=0))
-
-
-def tensor_plan(shape: Shape, experts: DeviceMesh | None = None) -> Plan:
-    """By pattern of module names, what each becomes in a model of that shape.
-
-    The experts of a hybrid may have been spread over `experts` before.
-    """
-    plan: Plan = offer(shape, "tensor_plan", "parallel.tensor")(shape, experts)
-    return plan
-
-
-def uneven(shape: Shape, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
-    """Keys whose values these many tensor-parallel ranks cannot cut, the values, and of what they must be multiples."""
-    offer(shape, "tensor_plan", "parallel.tensor")
-    sizes = offers_of(shape).uneven
-    return [] if sizes is None else sizes(shape, seq_len, ranks)

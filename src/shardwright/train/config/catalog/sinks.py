@@ -5,15 +5,13 @@ Every run also writes metrics.jsonl, and lines or a progress bar on the terminal
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.engine.extend import ExtensionError, Registry, call, check_signature
+from shardwright.engine.extend import Registry, check_signature
 from shardwright.train.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,7 +45,8 @@ class NamedSink:
     Attributes:
         name: its name in `[log] sinks`.
         summary: one sentence on what it does.
-        open: makes the sink of one run. Only the first rank calls it, before the first step.
+        open: makes the sink of one run. Only the first rank calls it, before the first step. None: a sink of this
+            package, which ``report/sinks/opening.py`` knows.
         needs: a package that the sink imports, as in `import PACKAGE`. If it is missing, no rank starts. Empty: none.
         install: the argument of `pip install` for that package. Empty: the package's name.
         patience: seconds that a step waits at most for the sink. 0: a step does not wait.
@@ -57,50 +56,15 @@ class NamedSink:
 
     name: str
     summary: str
-    open: Callable[[RunSite], Sink]
+    open: Callable[[RunSite], Sink] | None
     needs: str = ""
     install: str = ""
     patience: float = 2.0
     reopens: bool = False
 
     def __post_init__(self) -> None:
-        check_signature(f"NamedSink {self.name!r}: open", self.open, "site")
-
-    def make(self, site: RunSite) -> Sink:
-        """The sink of one run.
-
-        Raises:
-            ExtensionError: ``open`` raised an error, or returned an object without the methods of ``Sink``.
-        """
-        owner = f"The function open of sink {self.name!r}"
-        try:
-            sink = call(owner, self.open, site)
-        except ExtensionError as error:
-            if isinstance(error.__cause__, UserError):
-                raise error.__cause__ from None
-            raise
-        missing = [name for name in ("step", "say", "close") if not callable(getattr(sink, name, None))]
-        if missing or isinstance(sink, type):
-            raise ExtensionError(
-                f"{owner} returned {sink!r} ({type(sink).__name__}); expected an object with the methods "
-                "step(record), say(text) and close(end)"
-            )
-        if not _accepts(sink.close, 1):
-            raise ExtensionError(
-                f"{owner} returned a {type(sink).__name__} with close{inspect.signature(sink.close)}; expected "
-                "close(end)"
-            )
-        return sink
-
-
-def _accepts(function: Callable[..., Any], arguments: int) -> bool:
-    try:
-        inspect.signature(function).bind(*range(arguments))
-    except TypeError:
-        return False
-    except ValueError:
-        return True  # a function written in C, without a readable signature
-    return True
+        if self.open is not None:
+            check_signature(f"NamedSink {self.name!r}: open", self.open, "site")
 
 
 def check_packages(names: Iterable[str]) -> None:
@@ -120,35 +84,25 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _built_in(module: str) -> Callable[[RunSite], Sink]:
-    """`open_sink` of a module of `report.sinks`, imported when it is called."""
-
-    def open_sink(site: RunSite) -> Sink:
-        opened: Sink = importlib.import_module(f"shardwright.train.report.sinks.{module}").open_sink(site)
-        return opened
-
-    return open_sink
-
-
 sinks: Registry[NamedSink] = Registry(
     "sink",
     "sinks",
     NamedSink,
     (
         NamedSink(
-            "tensorboard", "Event files for TensorBoard, in the run's folder tensorboard.", _built_in("tensorboard")
+            "tensorboard", "Event files for TensorBoard, in the run's folder tensorboard.", None
         ),
         NamedSink(
             "wandb", "Weights & Biases; WANDB_MODE=offline writes to the run's folder.",
-            _built_in("weights_and_biases"), needs="wandb", install="wandb>=0.31", patience=0, reopens=True,
+            None, needs="wandb", install="wandb>=0.31", patience=0, reopens=True,
         ),
         NamedSink(
             "mlflow", "MLflow, at MLFLOW_TRACKING_URI.",
-            _built_in("mlflow_tracking"), needs="mlflow", install="mlflow-skinny>=3.17", patience=0, reopens=True,
+            None, needs="mlflow", install="mlflow-skinny>=3.17", patience=0, reopens=True,
         ),
         NamedSink(
             "trackio", "trackio, on this machine or at TRACKIO_SPACE_ID.",
-            _built_in("trackio_projects"), needs="trackio", install="trackio>=0.43", patience=0, reopens=True,
+            None, needs="trackio", install="trackio>=0.43", patience=0, reopens=True,
         ),
     ),
 )  # fmt: skip

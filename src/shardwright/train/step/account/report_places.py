@@ -21,6 +21,7 @@ from shardwright.train.report.memory import device_name
 from shardwright.train.report.progress import START
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.report.sink_thread import SinkThread, SlowSink
+from shardwright.train.report.sinks.opening import open_sink
 from shardwright.train.report.unit_norms import UnitNormsFile
 from shardwright.train.run.folder import RunFolder, Session, now, versions
 from shardwright.train.run.record import RunRecord
@@ -45,7 +46,7 @@ def open_reporter(trainer: Trainer, folder: RunFolder, record: RunRecord, attemp
     for name in config.log.sinks:
         named = named_sinks.get(name)
         try:
-            added[name] = SinkThread(name, partial(named.make, site), named.patience)
+            added[name] = SinkThread(name, partial(open_sink, named, site), named.patience)
         except SlowSink as error:
             slow[name] = error
     sinks.append(

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.engine.extend import layouts, memories, strategies
-from shardwright.train.config.catalog.kinds import layers_of
 from shardwright.train.config.catalog.optimizers import optimizers
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import Config
+from shardwright.train.models.offers import layers_of
 
 #: Kinds of memory whose blocks do not depend on the number of units. The others are planned from all units of a step.
 MEMORIES = ("dynamic", "double_buffer")
