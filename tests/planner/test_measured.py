@@ -15,10 +15,10 @@ from shardwright.planner.measured import (
     Measured,
     MeasuredError,
     as_toml,
-    as_values,
     errors_between,
     interpolated,
     key_of,
+    measurement_values,
     merged,
     table_of,
 )
@@ -52,7 +52,7 @@ def device_file(folder: Path, **others: Any) -> Path:
             "generation": "measured", "bandwidth": 10, "units": 1, "node": 2, "within": 1, "across": 1,
             "tflops": {"float32": 0.1},
         },
-        "measured": as_values(MEASURED),
+        "measured": measurement_values(MEASURED),
     }  # fmt: skip
     file = folder / "mine.toml"
     file.write_text(as_toml({**values, **others}))
@@ -64,7 +64,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     count, device = parse_devices(f"2x{file}", lambda: pytest.fail("asks for the local device"))
     assert (count, device.name, device.kind, device.nbytes) == (2, 'A "machine"', "cpu", 16 << 30)
     assert device.figures is not None and device.figures.measured == MEASURED
-    assert as_toml(as_values(MEASURED)) == as_toml(as_values(device.figures.measured))
+    assert as_toml(measurement_values(MEASURED)) == as_toml(as_values(device.figures.measured))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -200,7 +200,7 @@ def test_the_range_is_the_spread() -> None:
 
 
 def wrong(**others: Any) -> dict[str, Any]:
-    return {**as_values(MEASURED), **others}
+    return {**measurement_values(MEASURED), **others}
 
 
 @pytest.mark.parametrize(

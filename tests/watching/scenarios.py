@@ -24,7 +24,12 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright import board, checkpoint, engine, optim  # noqa: F401  # before processes are forked
+from shardwright import (  # noqa: F401  # before processes are forked
+    fully_shard,
+    fully_shard_optimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 from shardwright.watching import api
 from shardwright.watching.watcher import WatchSettings
 

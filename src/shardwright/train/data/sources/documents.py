@@ -9,10 +9,10 @@ A file is read span by span, so that several processes can read one file and no 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from shardwright.train.data.sources import lines
 from shardwright.train.data.sources.items import (
     Completion,
     Conversation,
@@ -22,7 +22,7 @@ from shardwright.train.data.sources.items import (
     Item,
     Span,
 )
-from shardwright.train.data.sources.places import PYDOC, DataFile, locate
+from shardwright.train.data.sources.places import DataFile, locate
 from shardwright.train.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,15 +42,6 @@ __all__ = [
     "spans",
 ]
 
-#: The module that reads each kind of file. It has ``spans(place, source)`` and ``read(span, source)``.
-_READERS = {
-    PYDOC: "lines",
-    ".txt": "lines",
-    ".jsonl": "lines",
-    ".parquet": "columns",
-    ".arrow": "columns",
-    ".npy": "numbers",
-}
 #: Files that hold rows with keys. Only these can hold conversations and completions.
 _ROWS = (".jsonl", ".parquet", ".arrow")
 
@@ -94,4 +85,13 @@ def read(span: Span, source: DataFiles) -> Iterator[Item]:
 
 
 def _reader(place: DataFile) -> ModuleType:
-    return importlib.import_module(f"shardwright.train.data.sources.{_READERS[place.kind]}")
+    """Return the module that reads this kind of file. It has ``spans(place, source)`` and ``read(span, source)``."""
+    if place.kind in (".parquet", ".arrow"):
+        from shardwright.train.data.sources import columns
+
+        return columns
+    if place.kind == ".npy":
+        from shardwright.train.data.sources import numbers
+
+        return numbers
+    return lines
