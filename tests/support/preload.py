@@ -18,6 +18,7 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
+import shardwright
 from tests.support import pool
 
 __all__ = ["pool", "pytest", "torch"]
@@ -34,6 +35,10 @@ for name in (
 ):
     with suppress(ImportError):
         importlib.import_module(name)
+
+# The package imports its names at their first use.
+for name in shardwright.__all__:
+    getattr(shardwright, name)
 
 # A collection in a worker would otherwise write to every object here, and so copy the whole heap.
 gc.collect()
