@@ -1,6 +1,7 @@
 """Activations: which results of forward exist until backward, and for how long.
 
-``chunked_loss`` has the cross-entropy whose logits are never whole, ``token_rows`` and ``held_gradients`` its arguments
+``token_loss`` has the losses of tokens, and
+``chunked_loss`` computes one whose logits are never whole; ``token_rows`` and ``held_gradients`` its arguments
 and its gradients, and ``head_call`` one call of the module that makes logits. ``deferred_logits`` lets a whole model
 use it: the model's own code runs, and its logits are a record of them. ``causal_lm`` gives models of transformers this
 loss. ``checkpointing`` drops activations of blocks and computes them again. ``offload`` stores them in the host's
@@ -23,5 +24,6 @@ if TYPE_CHECKING:
     from shardwright.activations.head_call import piece_of_call
     from shardwright.activations.host_pool import HostMemoryError, HostPool
     from shardwright.activations.offload import SMALLEST
+    from shardwright.activations.token_loss import TokenLoss, cross_entropy, losses_of_tokens, z_loss
 
 __all__, __getattr__, __dir__ = door(__spec__)

@@ -134,7 +134,7 @@ def _loss(
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.to(logits.hidden.device)
-    loss_sum, _losses = logits.cross_entropy(targets, ignore_index=ignore_index)
+    loss_sum, _losses = logits.losses(targets, ignore_index=ignore_index)
     if num_items_in_batch is None:
         count = (targets != ignore_index).sum()
         # Without targets torch's mean is NaN and its gradients are zeros, where those of a quotient 0 / 0 are NaN.

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from shardwright.activations.head_call import call_once, computing_piece
 from shardwright.activations.held_gradients import HeldGradients
+from shardwright.activations.token_loss import TokenLoss, cross_entropy, losses_of_tokens
 from shardwright.activations.token_rows import TokenRows
 from shardwright.engine.compat import keeps_graph
 
@@ -38,6 +38,7 @@ def chunked_cross_entropy(
     weights: Tensor | None = None,
     logits: LogitsFunction | None = None,
     ignore_index: int = -100,
+    loss: TokenLoss = cross_entropy,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of ``head(hidden)``, without all logits in memory at once.
 
@@ -61,6 +62,8 @@ def chunked_cross_entropy(
         logits: a function from the head's result to the logits, such as a soft cap; it computes each token by itself.
             Parameters that it trains belong to the head.
         ignore_index: the target of tokens without a loss. Their loss is 0.
+        loss: another function from logits [T, V], float32 or wider, and targets [T] to the loss of each token, float
+            [T]. It computes each token by itself and gets those of one chunk.
 
     Returns:
         The sum of the losses, float32 without dimensions, from which backward may start; and the loss of each token,
@@ -76,7 +79,7 @@ def chunked_cross_entropy(
             f"head: expected the module that makes the logits, such as model.lm_head, got a {type(head).__name__}; a "
             "module gathers its weights"
         )
-    return ChunkedLoss(head, targets, chunks, weights, logits, ignore_index).of(hidden)
+    return ChunkedLoss(head, targets, chunks, weights, logits, ignore_index, loss).of(hidden)
 
 
 class ChunkedLoss(NamedTuple):
@@ -88,6 +91,7 @@ class ChunkedLoss(NamedTuple):
     weights: Tensor | None = None
     logits: LogitsFunction | None = None
     ignore_index: int = -100
+    loss: TokenLoss = cross_entropy
 
     def of(self, hidden: Tensor, prepared: bool = False) -> tuple[Tensor, Tensor]:
         """The sum and the losses. ``prepared``: the head's hooks that prepare its input have run on ``hidden``."""
@@ -168,9 +172,7 @@ class ChunkedLoss(NamedTuple):
         logits = self.head(hidden)
         if self.logits is not None:
             logits = self.logits(logits)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-        losses_R = F.cross_entropy(logits, targets_R, reduction="none", ignore_index=self.ignore_index)
-        return losses_R.full_tensor() if isinstance(losses_R, DTensor) else losses_R
+        return losses_of_tokens(logits, targets_R, self.loss, self.ignore_index)
 
     def _bounds(self, rows: TokenRows, held: HeldGradients | None) -> list[int]:
         """The first row of each chunk, and the number of all."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.activations.chunked_loss import ChunkedLoss
 from shardwright.activations.head_call import prepare_once
+from shardwright.activations.token_loss import TokenLoss, cross_entropy
 from shardwright.engine.compat import quick_attributes
 
 #: Operations that compute each logit by itself: with numbers, and tensors of one element or of one for each class.
@@ -47,14 +48,18 @@ class DeferredLogits(Tensor):
         bool  #: whether it was made of another record's tokens, which an operation in place would not change
     )
 
-    def cross_entropy(
-        self, targets: Tensor, weights: Tensor | None = None, ignore_index: int = -100
+    def losses(
+        self,
+        targets: Tensor,
+        weights: Tensor | None = None,
+        ignore_index: int = -100,
+        loss: TokenLoss = cross_entropy,
     ) -> tuple[Tensor, Tensor]:
-        """The sum of the losses and the loss of each token, see :func:`chunked_cross_entropy`. Called in the forward of
-        the model."""
+        """Return the sum of the losses and the loss of each token, as :func:`chunked_cross_entropy` does. Call it in
+        the forward of the model."""
         logits = self._replay if self.steps else None
-        loss = ChunkedLoss(self.head, targets, self.chunks, weights, logits, ignore_index)
-        return loss.of(self.hidden, prepared=True)
+        arguments = ChunkedLoss(self.head, targets, self.chunks, weights, logits, ignore_index, loss)
+        return arguments.of(self.hidden, prepared=True)
 
     def _replay(self, logits: Tensor) -> Tensor:
         for step in self.steps:

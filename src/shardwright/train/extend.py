@@ -3,6 +3,7 @@
 from shardwright.train.config import Config as RunConfiguration
 from shardwright.train.config.catalog.hooks import Fault, Job, StepInProgress, TrainerHook, hooks
 from shardwright.train.config.catalog.kinds import Kind, Offers, kinds
+from shardwright.train.config.catalog.losses import NamedLoss, losses
 from shardwright.train.config.catalog.optimizers import NamedOptimizer, OptimizerSettings, optimizers
 from shardwright.train.config.catalog.records import RunEnd, Sink, StepRecord
 from shardwright.train.config.catalog.sinks import NamedSink, RunSite, sinks
@@ -15,6 +16,7 @@ __all__ = [
     "Job",
     "Kind",
     "LanguageModel",
+    "NamedLoss",
     "NamedOptimizer",
     "NamedSink",
     "Offers",
@@ -28,6 +30,7 @@ __all__ = [
     "TrainerHook",
     "hooks",
     "kinds",
+    "losses",
     "optimizers",
     "sinks",
 ]

@@ -13,6 +13,7 @@ from typing import Any
 from shardwright.engine.extend import NEEDED, Registry, layouts, memories, stores, strategies
 from shardwright.train.config.catalog.hooks import hooks
 from shardwright.train.config.catalog.kinds import Kind, kinds
+from shardwright.train.config.catalog.losses import losses
 from shardwright.train.config.catalog.optimizers import NamedOptimizer, optimizers
 from shardwright.train.config.catalog.sinks import sinks
 from shardwright.train.config.schema import toml_value
@@ -24,6 +25,7 @@ REGISTRIES: dict[str, tuple[Registry[Any], str]] = {
     "memories": (memories, "parallel.memory"),
     "optimizers": (optimizers, "optimizer.name"),
     "models": (kinds, "model.kind"),
+    "losses": (losses, "train.loss"),
     "sinks": (sinks, "log.sinks"),
     "stores": (stores, "checkpoint.folder"),
     "hooks": (hooks, "run.hooks"),

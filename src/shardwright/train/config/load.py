@@ -225,11 +225,15 @@ def _drop_other_length(values: dict[str, Any], overridden: set[str]) -> None:
             train.pop(other, None)
 
 
+#: Keys whose values are tables with keys of the user.
+_TABLES = (("optimizer", "options"), ("model", "arguments"), ("train", "loss_arguments"))
+
+
 def _own_type(values: dict[str, Any], key: str) -> Any:
     """The type of a key that only the configured kind of model has, of an optimizer's option or of an argument of the
     user's function; None for others."""
     section, _, name = key.partition(".")
-    if (section, name.partition(".")[0]) in (("optimizer", "options"), ("model", "arguments")):
+    if (section, name.partition(".")[0]) in _TABLES:
         return object
     model = values.get("model", {})
     if section != "model" or not isinstance(model, dict):

@@ -19,6 +19,7 @@ from shardwright.context import Split
 from shardwright.engine import RankGroup, has_no_values, plain_name
 from shardwright.engine.comm import make_mesh
 from shardwright.train.config import Config, ParallelConfig
+from shardwright.train.config.catalog.losses import AUTO
 from shardwright.train.config.dims import EXPERT, TENSOR, ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt
@@ -60,6 +61,8 @@ def _adapted(
     config: Config, vocab_size: int, reads_weights: bool, mesh: DeviceMesh | None = None
 ) -> LanguageModel:
     model = build_model(config.model, vocab_size)
+    if config.train.loss != AUTO:
+        model.has_loss = False  # the run's loss takes the place of its own
     if reads_weights:
         # A plain model does not know the other ranks. They would wait for this one in the engine's collectives.
         RankGroup.of_mesh(mesh).run_own(model.read_weights, others_raise=UserError)

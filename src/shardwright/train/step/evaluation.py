@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.activations import losses_of_tokens
 from shardwright.context import Split, shard, whole_samples
 from shardwright.engine import heartbeat as boards
 from shardwright.engine.comm import noted
@@ -27,7 +28,6 @@ from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.models.sampling import NonFiniteLogitsError, sample
 from shardwright.train.parallel import recipe
 from shardwright.train.step.hooks import means
-from shardwright.train.step.losses import cross_entropy
 from shardwright.train.step.numerics.not_finite import marks, wrong_ranks
 from shardwright.train.step.trainer import Trainer
 
@@ -110,7 +110,7 @@ def _check_chunks(trainer: Trainer, tokens: Tensor, logits: Tensor) -> None:
     owner = trainer.facts.in_words
     batch = Batch(tokens, tokens, None, None)
     found = outputs.called(f"train.loss_chunks: forward of {owner}", trainer.losses.of_tokens, batch)
-    expected = cross_entropy(logits, tokens)
+    expected = losses_of_tokens(logits, tokens)
     if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2):
         raise ExtensionError(
             f"train.loss_chunks: the losses of {owner} differ if its logits are computed in chunks, by "

@@ -1,4 +1,4 @@
-"""The losses of a model over a batch: the cross-entropy and those beside it, as sums over tokens.
+"""The losses of a model over a batch: that of its tokens and those beside it, as sums over tokens.
 
 The losses of a step are the sums of all micro-batches and ranks by the number of trained tokens. Nothing here steps,
 draws samples or communicates.
@@ -9,17 +9,26 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.activations import DeferredLogits, LossInForward
+from shardwright.activations import (
+    DeferredLogits,
+    LossInForward,
+    TokenLoss,
+    cross_entropy,
+    losses_of_tokens,
+    z_loss,
+)
 from shardwright.context import shard
-from shardwright.engine.extend import ExtensionError
-from shardwright.train.config import Config
+from shardwright.engine.extend import ExtensionError, call
+from shardwright.train.config import Config, TrainConfig
 from shardwright.train.config.catalog.kinds import model_in_words
+from shardwright.train.config.catalog.losses import AUTO
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.models import outputs
 from shardwright.train.models.language_model import LanguageModel
@@ -29,6 +38,27 @@ from shardwright.train.parallel.model_conflicts import BuiltJob
 from shardwright.train.parallel.world import World
 
 Result = TypeVar("Result")
+
+_BUILT_IN: dict[str, Callable[..., Tensor]] = {
+    AUTO: cross_entropy, "cross_entropy": cross_entropy, "z_loss": z_loss
+}  # fmt: skip
+
+
+def loss_of(settings: TrainConfig) -> TokenLoss:
+    """Return the function that `[train] loss` names, with `loss_arguments`. A user's errors name it."""
+    entry = settings.loss_entry
+    arguments = dict(settings.loss_arguments)
+    if entry.function is None:
+        function = _BUILT_IN[entry.name]
+        return partial(function, **arguments) if arguments else function
+    users = partial(entry.function, **arguments)
+
+    def checked(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+        # Whole logits: inside ``loss_parallel`` a log_softmax of cut ones has wrong gradients for most losses.
+        return call(f"train.loss: {entry.name!r}", users, whole(logits_TV), targets_T)  # type: ignore[no-any-return]
+
+    checked.__qualname__ = repr(entry.name)
+    return checked
 
 
 class Losses:
@@ -56,6 +86,7 @@ class Losses:
         self._engine, self._world = engine, world
         self._model, self._vocab_size, self._chunked = model, vocab_size, chunked
         self.has_loss, self._auxiliary_sums = plain.has_loss, plain.auxiliary_sums
+        self._loss = loss_of(config.train)
         self._numbers_padding = BuiltJob(config, plain).numbers_padding
         #: Whether forward takes the edges of documents, so that the host need not wait for their number.
         self._takes_edges = "edges" in inspect.signature(plain.forward).parameters
@@ -81,13 +112,13 @@ class Losses:
         return torch.zeros_like(self._factors)
 
     def sums(self, batch: Batch) -> Tensor:
-        """Cross-entropy, then the losses named in `auxiliary`, summed over the tokens: float32 [1 + auxiliaries]."""
+        """The loss that is trained, then those named in `auxiliary`, summed over tokens: float32 [1 + auxiliaries]."""
         if self.has_loss:
             return self.of_tokens(batch).sum()[None]
         if not self.auxiliary:
             own, arguments = self.own_part(batch, self._documents_of(batch))
             return self._computed(
-                own, arguments, lambda returned: self._cross_entropy(returned, own)[0][None]
+                own, arguments, lambda returned: self._losses_of(returned, own, self._loss)[0][None]
             )
         documents = padding_of(batch) if self._numbers_padding else self._documents_of(batch)
         own, arguments = self.own_part(batch, documents)
@@ -99,7 +130,7 @@ class Losses:
         sums = outputs.auxiliary_sums(
             self._in_words, self._auxiliary_sums, self.auxiliary, extras, batch.targets
         )
-        return torch.stack([self._cross_entropy(logits, batch)[0], *map(whole, sums)])
+        return torch.stack([self._losses_of(logits, batch, self._loss)[0], *map(whole, sums)])
 
     def _computed(
         self,
@@ -117,11 +148,11 @@ class Losses:
         with precision, self._chunked.computing(function):
             return self._model(batch.inputs, **arguments)  # type: ignore[no-any-return]
 
-    def _cross_entropy(self, logits: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The sum of the losses, and the loss of every token, float32 [B * S]."""
+    def _losses_of(self, logits: Any, batch: Batch, loss: TokenLoss = cross_entropy) -> tuple[Tensor, Tensor]:
+        """Return the sum of a loss over tokens, and the loss of every token, float32 [B * S]."""
         logits = outputs.check_logits(self._in_words, logits, batch.targets, self._vocab_size)
         if isinstance(logits, DeferredLogits):
-            loss_sum, losses = logits.cross_entropy(batch.targets)
+            loss_sum, losses = logits.losses(batch.targets, loss=loss)
             return loss_sum, losses.flatten()
         if self._chunked is not None and self._chunked.runs:
             raise ExtensionError(
@@ -129,7 +160,7 @@ class Losses:
                 f"a {type(self._chunked.head).__name__}; call that layer once, at the end of forward, or set "
                 "train.loss_chunks to 0"
             )
-        losses = cross_entropy(logits, batch.targets)
+        losses = losses_of_tokens(logits, batch.targets, loss)
         return losses.sum(), losses
 
     def _documents_of(self, batch: Batch) -> dict[str, Tensor]:
@@ -162,7 +193,7 @@ class Losses:
             with self._engine.compute_precision(self._world.device):
                 return self._model(own.inputs, batch=own, **arguments).float()[None]  # type: ignore[no-any-return]
         own, arguments = self.own_part(batch, self._documents_of(batch))
-        return self._computed(own, arguments, lambda returned: self._cross_entropy(returned, own)[1])
+        return self._computed(own, arguments, lambda returned: self._losses_of(returned, own)[1])
 
     def of_tokens_and_logits(self, batch: Batch, logits: bool) -> tuple[Tensor, Tensor | None]:
         """The losses of `of_tokens`, and the whole logits [B, S, V] if these are asked for. A model with its own loss
@@ -173,14 +204,9 @@ class Losses:
         return self._computed(
             own,
             arguments,
-            lambda returned: (self._cross_entropy(returned, own)[1], whole(returned)),
+            lambda returned: (self._losses_of(returned, own)[1], whole(returned)),
             chunks=False,
         )
-
-
-def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Cross-entropy of every token, float32 [B * S]."""
-    return whole(F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none"))
 
 
 def documents_of(batch: Batch) -> dict[str, Tensor]:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from shardwright.train.config.catalog.losses import AUTO, NamedLoss, losses
+from shardwright.train.config.catalog.registry_names import OneOf, summaries
 from shardwright.train.config.sections.base import Section
 from shardwright.train.errors import UserError
 
@@ -42,6 +44,17 @@ class TrainConfig(Section):
             "When to reduce the gradients of micro-batches. communicate: after each one (least memory). hold: only "
             "after the last one (least communication)."
         ),
+    )
+    loss: Annotated[str, OneOf(losses)] = Field(
+        default=AUTO,
+        description=(
+            f"The loss of tokens to train with: a name, or the import path of a function. {summaries(losses)} "
+            "Validation measures the cross-entropy with every one of these."
+        ),
+    )
+    loss_arguments: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="Further arguments of the loss, by name, such as { label_smoothing = 0.1 }.",
     )
     loss_chunks: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         default=0,
@@ -87,6 +100,17 @@ class TrainConfig(Section):
             "run's folder at pytorch.org/memory_viz."
         ),
     )
+
+    @property
+    def loss_entry(self) -> NamedLoss:
+        """The loss in the registry."""
+        return losses.get(self.loss)
+
+    @model_validator(mode="after")
+    def _arguments_belong_to_the_loss(self) -> TrainConfig:
+        if self.loss_arguments and (problem := self.loss_entry.arguments_problem(self.loss_arguments)):
+            raise ValueError(problem)
+        return self
 
     @property
     def micro_batch_tokens(self) -> int:

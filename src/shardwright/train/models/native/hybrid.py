@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.activations import DeferredLogits
+from shardwright.activations import DeferredLogits, losses_of_tokens
 from shardwright.train.config.shapes.presets import HYBRID_PRESETS, HybridConfig
 from shardwright.train.models.native.decoder import (
     EMBEDDING_STD,
@@ -27,7 +27,7 @@ from shardwright.train.models.native.decoder import (
 )
 from shardwright.train.models.native.llama import Attention
 from shardwright.train.models.native.mamba import Mamba2
-from shardwright.train.models.packed import IGNORED, Documents, capability_of, whole
+from shardwright.train.models.packed import IGNORED, Documents, capability_of
 
 __all__ = ["HYBRID_PRESETS", "Extras", "Hybrid", "HybridConfig"]
 
@@ -295,10 +295,8 @@ def _sums_of_documents(extras: Extras, documents: Documents, targets_BS: Tensor)
 def scaled_loss(logits_BSV: Tensor, targets_BS: Tensor, scale_BS: Tensor) -> Tensor:
     """The sum of the cross-entropies of all tokens, each times its factor."""
     if isinstance(logits_BSV, DeferredLogits):
-        return logits_BSV.cross_entropy(targets_BS, scale_BS, IGNORED)[0]
-    logits, targets = logits_BSV.float().flatten(0, 1), targets_BS.flatten()
-    losses = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
-    return (whole(losses) * scale_BS.flatten()).sum()
+        return logits_BSV.losses(targets_BS, scale_BS, IGNORED)[0]
+    return (losses_of_tokens(logits_BSV, targets_BS, ignore_index=IGNORED) * scale_BS.flatten()).sum()
 
 
 class Hybrid(Decoder):
@@ -387,8 +385,7 @@ class Hybrid(Decoder):
                 scale_BS = scale_B.unsqueeze(1).expand_as(targets_BS[:, 1:])
                 sums["mtp"] = scaled_loss(extras.mtp_logits_BSV, targets_BS[:, 1:], scale_BS)
                 return sums
-            logits, targets = extras.mtp_logits_BSV.float().flatten(0, 1), targets_BS[:, 1:].flatten()
-            losses = whole(F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED))
+            losses = losses_of_tokens(extras.mtp_logits_BSV, targets_BS[:, 1:], ignore_index=IGNORED)
             sums["mtp"] = (losses.view(len(targets_BS), -1).sum(1) * scale_B).sum()
         return sums
 

@@ -16,6 +16,7 @@ import numpy as np
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.kinds import base_of
+from shardwright.train.config.catalog.losses import AUTO
 from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.data.dataset import Dataset
@@ -54,6 +55,8 @@ def before_steps(config: Config, dataset: Dataset, resumes: bool) -> Iterator[st
 def of_first_loss(trainer: Trainer, loss: float) -> str | None:
     """The notice about the loss of step 1. None if there is nothing to explain."""
     train = trainer.config.train
+    if train.loss not in (AUTO, "cross_entropy"):
+        return None  # another loss of equally likely tokens is not known
     first = trainer.position.samples - train.global_batch
     trained = trainer.dataset.train.trained(first, train.global_batch)
     per_micro_batch = trained * train.micro_batch / train.global_batch
