@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwright.common.doors import door
-from shardwright.common.version import __version__ as __version__
+from shardwright.common.package import __version__ as __version__
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import (

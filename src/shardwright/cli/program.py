@@ -37,7 +37,7 @@ from shardwright.cli.parsing import (
     wants_traceback,
     width_of_terminal,
 )
-from shardwright.common.version import __version__
+from shardwright.common.package import __version__
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.launch.relay import note_mistake
 from shardwright.train.launch.signals import restore_handlers

@@ -20,7 +20,7 @@ import shardwright
 from shardwright.cli import doctor
 from shardwright.cli.doctor import description
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BROKEN = "import sys; sys.modules['torch'] = None; from shardwright.cli import main; sys.exit(main())"
 
 

@@ -19,7 +19,7 @@ from shardwright.cli.doctor import children, clocks, devices, folders, links, me
 from shardwright.cli.doctor.children import Unmeasured, measure_in_children, within
 from shardwright.cli.doctor.finding import Finding, unmeasured
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SUBJECTS = ["clocks", "devices", "gloo", "network", "memory", "swap", "shared memory", "limits", "folder"]
 LATE = "not measured: it did not end within"
 """A measurement on a machine on which many other programs run may end so, and that is all it may do."""

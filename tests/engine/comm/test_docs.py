@@ -11,7 +11,7 @@ from torch import nn
 import shardwright as sw
 from tests.support import multirank, world_mesh
 
-PAGE = Path(__file__).parents[2] / "docs" / "communication.md"
+PAGE = Path(__file__).parents[3] / "docs" / "communication.md"
 
 
 @multirank(2)

@@ -15,7 +15,7 @@ from shardwright.train.parallel.world import join_world
 from tests.support import multirank
 from tests.train.kit.jobs import tiny
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 #: But examples/ports, which are as others write them: with a call at the end.
 PROGRAMS = sorted(
     path

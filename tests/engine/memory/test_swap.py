@@ -18,7 +18,7 @@ import torch
 
 from shardwright.engine.compat import swap as _swap
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SIZES = [0, 1, 16, 4096]
 #: Makes this torch look like 2.11 to what is imported afterwards.
 WITHOUT_TORCH_S = """

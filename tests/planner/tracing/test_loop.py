@@ -321,7 +321,7 @@ def test_a_rank_of_a_group_makes_no_plan() -> None:
 
 
 def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(compile(example, "planning.md", "exec"), {})
     assert "fits?    YES" in capsys.readouterr().out

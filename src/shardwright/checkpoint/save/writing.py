@@ -35,7 +35,7 @@ from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.storage.stores import UnfinishedSave, Writer
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
 from shardwright.common.errors import Damaged
-from shardwright.common.version import __version__
+from shardwright.common.package import __version__
 from shardwright.engine.compat import flatten_state_dict, storage_info
 
 

@@ -16,10 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, Any
 
 from shardwright.cli.doctor.words import without_names
+from shardwright.common.package import FOLDER
 
 CHILD = "shardwright.cli.doctor.child"
 OF_LAUNCHERS = ("GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "WORLD_SIZE")
@@ -94,8 +94,7 @@ def within(seconds: float, look: Callable[[], Any]) -> Any:
 def _environment() -> dict[str, str]:
     """The environment of a process that is no rank, has one thread, and finds the same package."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(each for each in (package, kept.get("PYTHONPATH", "")) if each)
+    path = os.pathsep.join(each for each in (os.path.dirname(FOLDER), kept.get("PYTHONPATH", "")) if each)
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 

@@ -18,6 +18,8 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
+from shardwright.common.package import FOLDER
+
 
 class Named(Protocol):
     """A value of a registry."""
@@ -89,7 +91,7 @@ def in_words(error: BaseException) -> str:
 def _is_installed(file: str) -> bool:
     """Whether a file of code belongs to Python, to this package or to another installed one."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    folders |= {os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__)}
+    folders |= {FOLDER, os.path.dirname(os.__file__)}
     return file.startswith(("<", *(f"{folder}{os.sep}" for folder in folders)))
 
 

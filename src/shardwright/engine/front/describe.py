@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwright.common.version import __version__
+from shardwright.common.package import __version__
 from shardwright.engine.compat.private import TorchFSDPModule
 from shardwright.engine.extend import NamedMemory
 from shardwright.engine.extend.named_strategies import strategies

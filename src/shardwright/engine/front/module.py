@@ -64,16 +64,10 @@ def _hide_engine() -> None:
 
 
 def _files_of_engine() -> list[str]:
-    rooms = (
-        "shardwright.engine.",
-        "shardwright.engine.comm.",
-        "shardwright.engine.memory.",
-        "shardwright.engine.compat.private",
-    )
     modules = [
         module
         for name, module in list(sys.modules.items())
-        if name.startswith(rooms) and name != lends.__module__
+        if name.startswith("shardwright.engine.") and name != lends.__module__
     ]
     return [module.__file__ for module in modules if module.__file__]
 

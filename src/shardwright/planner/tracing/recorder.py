@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from shardwright.common.package import FOLDER
 from shardwright.engine.compat import in_backward, number_of_next_node, number_of_running_node
 from shardwright.planner.program import (
     AFTER_OPTIMIZER,
@@ -402,7 +403,7 @@ def _group(group: str, taken: str, freed: str | None) -> str:
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OWN = FOLDER + os.sep
 #: Files of the package that are a model's or a loop's code, not the engine's.
 _SHOWN = tuple(_OWN + room + os.sep for room in ("train", "activations"))
 #: It reads scales of weights in float8, where the trainer calls it.

@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any
 
 from shardwright.common.json_text import strict_json
-from shardwright.common.version import __version__
+from shardwright.common.package import __version__
 
 LIMIT = 1_500_000  #: bytes of a file, which no page that is written reaches
 SCRIPTS = ("elements.js", "charts.js", "step.js", "plan.js", "runs.js", "page.js")
