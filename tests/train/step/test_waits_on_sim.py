@@ -108,8 +108,8 @@ def test_a_late_check_has_the_same_numbers_in_any_order(rank: int, world_size: i
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.extensive("without a graph, too", but=("True-*",))
-@on_sim(1)
+@pytest.mark.extensive("without a graph and on two ranks, too", but=("True-1ranks",))
+@on_sim(1, 2)
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_late_check_leaves_a_wrong_step_out_of_a_graph_too(rank: int, world_size: int, graph: bool) -> None:
     """A step with a loss of NaN is skipped: the losses after it are the same, in any order of the streams."""
