@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from shardwright.comm import page_locks
 from shardwright.comm.page_locks import LEAST, locked_zeros
@@ -94,6 +95,8 @@ def test_little_memory_and_what_cannot_be_locked_are_left_to_torch() -> None:
         assert locked_zeros(LEAST - 1, torch.uint8, DEVICE) is None
         assert locked_zeros(LEAST, torch.uint8, torch.device("cpu")) is None
         assert locked_zeros(5 * LEAST, torch.uint8, DEVICE) is None
+        with FakeTensorMode():
+            assert locked_zeros(LEAST, torch.uint8, DEVICE) is None
         one, two = (locked_zeros(2 * LEAST, torch.uint8, DEVICE) for _ in range(2))
         assert one is not None and two is not None
         assert locked_zeros(2 * LEAST, torch.uint8, DEVICE) is None

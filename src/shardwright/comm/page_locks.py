@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from shardwright._torch import infers_shapes
+
 LEAST = 1 << 16
 """Bytes below which torch's allocator is used, because a lock has a cost of its own and ends on a border of pages."""
 PORTABLE = 1  #: a flag of CUDA: the lock holds for all of its contexts
@@ -43,10 +45,11 @@ def lock_pages(runtime: Any, address: int, nbytes: int) -> bool:
 def locked_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """Return zeros in page-locked memory for copies to and from the device.
 
-    None for few bytes, for devices that are not of CUDA's kind, and where the system cannot lock so much.
+    None for few bytes, for devices that are not of CUDA's kind, where tensors are fake, and where the system cannot
+    lock so much.
     """
     nbytes = numel * dtype.itemsize
-    if nbytes < LEAST or (runtime := runtime_of(device)) is None:
+    if nbytes < LEAST or infers_shapes(()) or (runtime := runtime_of(device)) is None:
         return None
     _give_back()
     pages = nbytes + -nbytes % mmap.PAGESIZE
