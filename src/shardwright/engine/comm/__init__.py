@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 # For other rooms of the package.
 if TYPE_CHECKING:
     from shardwright.engine.comm.notes import DTENSOR, hears_dtensor, noted
+    from shardwright.engine.comm.page_locks import lock_pages
     from shardwright.engine.comm.streams import watched
 
 __all__, __getattr__, __dir__ = door(__spec__)
