@@ -84,4 +84,5 @@ if TYPE_CHECKING:
         watch as watch,
     )
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)

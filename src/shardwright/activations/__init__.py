@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from shardwright.activations.checkpointing import SELECTIVE, checkpoint_blocks, compile_blocks
     from shardwright.activations.deferred_logits import DeferredLogits, LossInForward
     from shardwright.activations.head_call import piece_of_call
-    from shardwright.activations.host_pool import HostMemoryError, HostPool
+    from shardwright.activations.host_pool import HostMemoryError, HostPool, rounded
     from shardwright.activations.offload import SMALLEST
     from shardwright.activations.token_loss import TokenLoss, cross_entropy, losses_of_tokens, z_loss
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)

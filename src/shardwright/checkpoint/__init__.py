@@ -97,4 +97,5 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.storage.local_files import open_regular, read_regular, size_of
     from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)

@@ -27,4 +27,5 @@ if TYPE_CHECKING:
     from shardwright.context.exchange import copies_of_heads, repeated, to_heads, to_tokens
     from shardwright.context.rows import RowExchange
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)

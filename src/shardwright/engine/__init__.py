@@ -102,4 +102,5 @@ if TYPE_CHECKING:
     from shardwright.engine.unit.unit import Unit
     from shardwright.engine.unit.uses import complete
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)

@@ -25,4 +25,5 @@ if TYPE_CHECKING:
     from shardwright.init.recorder import DeferredTensor
     from shardwright.init.truncated import draws_one_piece
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)

@@ -20,4 +20,5 @@ if TYPE_CHECKING:
     from shardwright.optim.needs import Needs
     from shardwright.optim.whole_state import mapped
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)

@@ -76,4 +76,5 @@ if TYPE_CHECKING:
     from shardwright.planner.verdict import Verdict, in_gib, judge
     from shardwright.planner.work import Work, work_of
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)

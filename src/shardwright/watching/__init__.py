@@ -17,4 +17,5 @@ if TYPE_CHECKING:
     from shardwright.watching.reading import STOPPED, BoardReader
     from shardwright.watching.watcher import Watcher, WatchSettings
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)

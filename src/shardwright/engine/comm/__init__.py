@@ -54,4 +54,5 @@ if TYPE_CHECKING:
     from shardwright.engine.comm.page_locks import lock_pages
     from shardwright.engine.comm.streams import watched
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)

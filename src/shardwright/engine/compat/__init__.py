@@ -85,4 +85,5 @@ if TYPE_CHECKING:
         watch_resizes,
     )
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)

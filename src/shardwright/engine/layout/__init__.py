@@ -29,4 +29,5 @@ if TYPE_CHECKING:
         plan_unit as plan_unit,
     )
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)

@@ -24,4 +24,5 @@ if TYPE_CHECKING:
     )
     from shardwright.engine.memory.trace import Recorder as Recorder
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)

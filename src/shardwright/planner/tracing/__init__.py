@@ -21,4 +21,5 @@ if TYPE_CHECKING:
     from shardwright.planner.tracing.tracer import CPU, trace
     from shardwright.planner.tracing.training import Calls, watch_calls, watch_training
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)

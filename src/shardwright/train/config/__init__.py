@@ -27,4 +27,5 @@ if TYPE_CHECKING:
     from shardwright.train.config.sections.train import TrainConfig
     from shardwright.train.config.sections.validation import ValidationConfig
 
-__all__, __getattr__, __dir__ = door(__spec__)
+if not TYPE_CHECKING:
+    __all__, __getattr__, __dir__ = door(__spec__)
