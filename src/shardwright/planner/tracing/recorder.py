@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from shardwright.common.package import FOLDER
-from shardwright.engine.compat import in_backward, number_of_next_node, number_of_running_node
+from shardwright.engine.compat import in_backward, number_of_next_node, number_of_running_node, watch_reads
 from shardwright.planner.program import (
     AFTER_OPTIMIZER,
     GRAPH,
@@ -411,7 +411,7 @@ _TORCHAO = os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), "torch
 _TRACING = os.path.dirname(__file__) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _OF_GPUS = tuple(_TORCH + name + os.sep for name in ("cuda", "xpu", "accelerator"))
-_READING = _OWN + "_torch.py"  #: which watches reads
+_READING = watch_reads.__code__.co_filename  #: which watches reads
 
 
 def reader_of_value() -> str:
