@@ -411,7 +411,7 @@ _TORCHAO = os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), "torch
 _TRACING = os.path.dirname(__file__) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _OF_GPUS = tuple(_TORCH + name + os.sep for name in ("cuda", "xpu", "accelerator"))
-_READING = watch_reads.__code__.co_filename  #: which watches reads
+_READING = inspect.unwrap(watch_reads).__code__.co_filename  #: which watches reads
 
 
 def reader_of_value() -> str:
