@@ -13,6 +13,7 @@ import torch
 from shardwright._torch import absent_ranks, watch_reads, watch_resizes
 from shardwright.comm.streams import use_streams
 from shardwright.engine.gradients import delivery
+from shardwright.engine.gradients.packer import forget_zeros
 from shardwright.memory import Slab, observe
 from shardwright.planner.cycles import without_collections
 from shardwright.tracing.compiled import Graphs, hollow_graphs
@@ -63,6 +64,7 @@ def trace(
         AbsentDeviceError: inside the context, code uses a GPU.
     """
     recorder = Recorder()
+    forget_zeros()  # of an earlier trace, or this one would seem to need none
     with _naming_lines_that_use_gpus(), ExitStack() as stack:
         stack.enter_context(without_collections())  # one would free their blocks at a random event
         stack.enter_context(warnings.catch_warnings())

@@ -30,6 +30,11 @@ def _shared_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch
     return zeros
 
 
+def forget_zeros() -> None:
+    """Let new packers make zeros of their own, as in a new process, also while a model from before lives."""
+    _zeros.clear()
+
+
 class Packer:
     """The gradients of one packing.
 
