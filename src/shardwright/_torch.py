@@ -1095,6 +1095,8 @@ def rebind(dtensor: DTensor, new: DTensor) -> None:
 gradient_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter("_backward_hooks")
 
 
+#: ``requires_grad`` of a tensor. Takes less time than the attribute where many are read.
+requires_grad_of: Callable[[torch.Tensor], bool] = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 #: ``.grad`` of a tensor and its assignment, also where a class has a property of this name.
 grad_of: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[union-attr]

@@ -68,10 +68,12 @@ class Visit:
         """Whether backward reads no weights of the unit."""
         return 0 < self.spared == self.calls
 
-    def before_backward(self) -> None:
+    # The first two are also hooks of nodes, which get gradients.
+
+    def before_backward(self, gradients: Any = None) -> None:
         self.listener.enter(self)
 
-    def after_backward(self) -> None:
+    def after_backward(self, gradients: Any = None) -> None:
         self.listener.after_call(self)
 
     def close(self) -> None:
