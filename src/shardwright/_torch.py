@@ -142,10 +142,9 @@ _to_dlpack = _probe(torch._C, "_to_dlpack")
 SWAPS_MEMORY = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 if SWAPS_MEMORY:
-
-    def swap_memory(one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
-        """Exchange the memory and the sizes of two storages. Views of them see it."""
-        one._swap_data_ptr_(two)  # type: ignore[attr-defined]
+    #: Exchanges the memory and the sizes of two storages. Views of them see it.
+    swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], Any]
+    swap_memory = torch.UntypedStorage._swap_data_ptr_  # type: ignore[attr-defined]
 
     def prepare_to_swap_memory() -> None:
         """Compile what :func:`swap_memory` needs, where torch lacks it.

@@ -163,10 +163,11 @@ class Gradients:
 
     def go_on(self, label: str) -> bool:
         """Issue the collectives after the reduce-scatter. Returns whether there were any."""
-        if not any([reduction.goes_on for reduction in self.reductions]):
+        rest = [reduction for reduction in self.reductions if reduction.goes_on]
+        if not rest:
             return False
         with annotate("all_reduce", label):
-            for reduction in self.reductions:
+            for reduction in rest:
                 reduction.go_on()
         return True
 

@@ -158,7 +158,7 @@ class FullCounters:
         """Whether any was edited since the last check."""
         if self._advancing is not None:
             self._end_advance()
-        return self._read() != self._versions
+        return (_versions_of(self._aliases) if self._real is None else self._real) != self._versions
 
     def look(self) -> set[int]:
         """The ids of the tensors that were edited since the last check."""
