@@ -16,7 +16,7 @@ from itertools import compress
 
 import torch
 
-from shardwright._torch import increment_version, is_made_of_tensors, quick_attributes, set_versions
+from shardwright._torch import increment_version, quick_attributes, set_versions
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.memory import Owner
 
@@ -96,14 +96,12 @@ class FullCounters:
         owner: the owner of the parameters' memory.
     """
 
-    __slots__ = ("__weakref__", "_advancing", "_aliases", "_number", "_real", "_versions", "owner", "tensors")
+    __slots__ = ("__weakref__", "_advancing", "_all", "_number", "_real", "_versions", "owner", "tensors")
 
     def __init__(self, tensors: list[torch.Tensor], owner: Owner) -> None:
         self.tensors = tensors
         self.owner = owner
-        with quick_attributes():
-            #: Have the same counters, and torch takes less time for tensors that are no parameters.
-            self._aliases = tuple([t if is_made_of_tensors(t) else t.detach() for t in tensors])
+        self._all = tuple(tensors)
         self._real: list[int] | None = None  #: the counters' real numbers while they are hidden
         #: The numbers before :meth:`advance` increases them. It stays if a signal's handler raises inside.
         self._advancing: list[int] | None = None
@@ -117,19 +115,19 @@ class FullCounters:
         self._versions, self._advancing = self._read(), None
 
     def _read(self) -> list[int]:
-        return _versions_of(self._aliases) if self._real is None else self._real
+        return _versions_of(self._all) if self._real is None else self._real
 
     def hide(self) -> None:
         """Let autograd refuse saved tensors over the parameters, because their weights are not gathered."""
-        if self._real is None and self._aliases:
-            self._real = _versions_of(self._aliases)
-            set_versions(self._aliases, self._number)
+        if self._real is None and self._all:
+            self._real = _versions_of(self._all)
+            set_versions(self._all, self._number)
 
     def show(self) -> None:
         """Give the counters their real numbers back, because the weights are gathered."""
         real = self._real
         if real is not None:
-            set_versions(self._aliases, tuple(real))
+            set_versions(self._all, tuple(real))
             self._real = None
 
     def advance(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -158,7 +156,7 @@ class FullCounters:
         """Whether any was edited since the last check."""
         if self._advancing is not None:
             self._end_advance()
-        return (_versions_of(self._aliases) if self._real is None else self._real) != self._versions
+        return (_versions_of(self._all) if self._real is None else self._real) != self._versions
 
     def look(self) -> set[int]:
         """The ids of the tensors that were edited since the last check."""
