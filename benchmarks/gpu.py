@@ -18,6 +18,7 @@ rows are left out, and the results name them.
 * loss off: the largest difference of a loss of the first steps from the first engine's, as a part of that one's fall.
 * exact rows: all kinds of memory, with and without graphs, and with a host that waits for the device around each block,
   give the same bits in every loss. A missing wait between streams would show as other bits.
+* communicating: on one device the engine gathers and reduces nothing. These variants do, with collectives of one rank.
 * The profile shows where the time is that shardwright takes beyond its target, in the row where that is most.
 
 Text and JSON go to build/gpu, or where --out says, after each row; the last line says where. Exit status 1 if a row
@@ -61,8 +62,10 @@ LEAST = 1 / 36
 """The part of the deadline below which nothing is started: a process needs that long to import torch and to build."""
 
 
-def reason_to_skip(row: Row, variant: Variant, device: str) -> str:
+def reason_to_skip(row: Row, variant: Variant, device: str, ranks: int) -> str:
     """Why this machine cannot run the variant; nothing if it can. Each process looks at its free memory."""
+    if variant.communicating and ranks > 1:
+        return "on several devices every variant communicates"
     if variant.graph and device == "cpu":
         return "a CUDA graph needs a CUDA device"
     if row.compile and device == "cuda":
@@ -92,7 +95,7 @@ def chosen(rows: Sequence[Row], only: str) -> tuple[list[Row], list[str]]:
 
 def measure(row: Row, args: argparse.Namespace, seconds: float, profile: bool = False) -> dict[str, Any]:
     """Run one row; variants that cannot run are in the result with the reason."""
-    skipped = {v: reason_to_skip(row, v, args.device) for v in row.variants}
+    skipped = {v: reason_to_skip(row, v, args.device, args.ranks) for v in row.variants}
     possible = replace(row, variants=tuple(v for v in row.variants if not skipped[v]))
     order = {
         "device": args.device,

@@ -26,6 +26,7 @@ from shardwright.train.config.shapes.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = (Variant(PLAIN), Variant(FSDP2), Variant(SHARDWRIGHT))
+COMMUNICATING = Variant(SHARDWRIGHT, communicating=True)
 ROW = Row("small", "3B", 4096, (*ENGINES, Variant(SHARDWRIGHT, "arena")), compile=True)
 FALLING = [6.0, 5.8, 5.6, 5.4, 5.2, 5.0]
 
@@ -49,6 +50,11 @@ def test_a_parameter_needs_16_bytes_and_the_engines_share_them() -> None:
     assert one.activations == four.activations < need(ROW, Variant(FSDP2), 1).activations
     largest = max(need(row, variant, 1).total for row in ROWS for variant in row.variants)
     assert 60e9 < largest < 80e9  # an H100 takes every row
+
+
+def test_collectives_of_one_rank_are_for_one_device() -> None:
+    assert "every variant communicates" in gpu.reason_to_skip(ROW, COMMUNICATING, "cuda", ranks=2)
+    assert not gpu.reason_to_skip(replace(ROW, compile=False), COMMUNICATING, "cuda", ranks=1)
 
 
 def test_turns_go_back_as_they_came() -> None:
@@ -118,7 +124,17 @@ def test_exact_rows_compare_bits() -> None:
 def test_rows_are_measured_although_others_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         Row("broken", "1B", 4096, (Variant("another engine"), Variant(SHARDWRIGHT)), turns=1),
-        Row("whole", "1B", 4096, (*ENGINES, Variant(SHARDWRIGHT, "arena"), Variant(SHARDWRIGHT, graph=True))),
+        Row(
+            "whole",
+            "1B",
+            4096,
+            (
+                *ENGINES,
+                Variant(SHARDWRIGHT, "arena"),
+                Variant(SHARDWRIGHT, graph=True),
+                COMMUNICATING,
+            ),
+        ),
     ]
     assert gpu.main(["--device", "cpu", "--out", str(tmp_path)], rows) == 1
     results = json.loads(
@@ -128,7 +144,7 @@ def test_rows_are_measured_although_others_fail(tmp_path: Path, capsys: pytest.C
     broken = results["rows"]["broken"]["variants"]
     assert "KeyError: 'another engine'" in broken["another engine"]["error"] and "ms" in broken[SHARDWRIGHT]
     whole = results["rows"]["whole"]["variants"]
-    for name in (PLAIN, FSDP2, SHARDWRIGHT, "shardwright arena"):
+    for name in (PLAIN, FSDP2, SHARDWRIGHT, "shardwright arena", "shardwright communicating"):
         assert len(whole[name]["turns_ms"]) == 2 and whole[name]["loss_off"] < 1e-2, whole[name]
     assert whole[SHARDWRIGHT]["of_plain"]["median"] > 0 < whole[SHARDWRIGHT]["of_fsdp2"]["median"]
     assert "needs a CUDA device" in whole["shardwright graph"]["skipped"]
@@ -248,6 +264,12 @@ def test_all_rows_of_an_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert verdict["3B compiled", SHARDWRIGHT, "time / plain torch"] == "not met"
     assert verdict["150M", "shardwright arena", "reserved / active"] == "met"
     assert verdict["1B", SHARDWRIGHT, "time / FSDP2"] == "not measured"
+    assert (
+        "1B compiled",
+        COMMUNICATING.name,
+        "time / FSDP2",
+    ) not in verdict  # on one device nobody communicates
+    assert COMMUNICATING.name in results["rows"]["1B compiled"]["variants"]
     assert results["profile"]["variant"] == SHARDWRIGHT
     text = (tmp_path / f"gpu-h100-80gb-hbm3-torch-{version}.txt").read_text()
     assert "gemm" in text and "58.9%" in text and "Killed" in text

@@ -3,7 +3,7 @@
 
 ``make gpu``, or ``PYTHONPATH=src python tools/gpu.py``. Its stages:
 
-1. Versions, the driver, and the function that planned memory needs on torch 2.11.
+1. Versions, the driver, the function that planned memory needs on torch 2.11, and locks of pages.
 2. One training beside plain torch in float32.
 3. At once: bfloat16, waits of the host, a CUDA graph, the arena, both, and each of these with NCCL on one rank.
 4. At once: the tests marked ``gpu`` in groups, and the trainer where its packages are installed.
@@ -128,7 +128,7 @@ def faults(device: str) -> list[Part]:
 def stages(device: str, inject: bool, only: Sequence[str]) -> list[list[Part]]:
     """The parts in their order; those of a stage run at once."""
     cuda = device == "cuda"
-    first = [part("versions", device), part("exchange", device, 90.0)]
+    first = [part("versions", device), part("exchange", device, 90.0), part("page-locks", device)]
     if cuda:
         query = shutil.which("nvidia-smi")
         first.append(Part("driver", [query], 20.0) if query else left_out("driver", "no nvidia-smi"))

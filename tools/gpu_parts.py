@@ -33,6 +33,7 @@ import shardwright as sw
 from benchmarks.gpu_rows.failures import described, is_own, memory_of
 from benchmarks.gpu_rows.faults import FAULTS
 from shardwright import _torch
+from shardwright.comm.page_locks import locked_zeros
 from shardwright.engine.tensors import ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -268,6 +269,23 @@ def exchange(place: Place) -> Found:
     return {"found": "torch has its own" if _torch.SWAPS_MEMORY else f"compiled or loaded in {seconds:.1f} s"}
 
 
+def page_locks(place: Place) -> Found:
+    """Memory of the host in an exact size is page-locked, copies of it are right, and it can be given back."""
+    if not place.cuda:
+        return {"found": "nothing to lock without a GPU"}
+    for _ in range(2):
+        memory = locked_zeros(3 << 18, torch.float32, place.device)
+        if memory is None or not memory.is_pinned():
+            raise AssertionError("the system locks no pages of existing memory")
+        there = memory.fill_(1.0).to(place.device, non_blocking=True)
+        memory.copy_(there.add_(1.0), non_blocking=True)
+        torch.cuda.synchronize()
+        if not memory.eq(2.0).all():
+            raise AssertionError("copies to and from locked memory have other values")
+        del memory
+    return {"found": "3 MiB locked, copied and given back, twice"}
+
+
 # -- the trainer
 
 
@@ -304,6 +322,7 @@ def trainer(place: Place) -> Found:
 PARTS: dict[str, Callable[[Place], Found]] = {
     "versions": versions,
     "exchange": exchange,
+    "page-locks": page_locks,
     "plain": lambda place: beside_plain_torch(place, None),
     "bf16": lambda place: beside_plain_torch(place, BF16),
     "waits": waits,

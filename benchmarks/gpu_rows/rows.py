@@ -23,17 +23,21 @@ class Variant:
     """One engine, and for shardwright its kind of memory.
 
     graph: forward and backward in a CUDA graph. waiting: the host waits for the device before and after each block.
+    communicating: on one device, too, units gather and reduce by collectives, in a group of one rank, as they do on
+    several. Without it the engine communicates nothing there.
     """
 
     engine: str
     memory: str = "dynamic"
     graph: bool = False
     waiting: bool = False
+    communicating: bool = False
 
     @property
     def name(self) -> str:
         options = [self.memory] * (self.memory != "dynamic") + ["graph"] * self.graph
-        return " ".join([self.engine, *options, *["waiting"] * self.waiting])
+        options += ["waiting"] * self.waiting + ["communicating"] * self.communicating
+        return " ".join([self.engine, *options])
 
 
 @dataclass(frozen=True)
@@ -98,17 +102,21 @@ _EXACT = tuple(
     for memory in ("dynamic", "arena", "max_pool", "double_buffer")
     for option in ({}, {"graph": True}, {"waiting": True})
 )
+_COMMUNICATING = Variant(SHARDWRIGHT, communicating=True)
+_ARENA_COMMUNICATING = replace(_ARENA, communicating=True)
 
 ROWS = (
     Row("150M", "150M", 2048, (*_ALL, _ARENA), batch=4, steps=20),
     Row("1B", "1B", 4096, _ALL),
     Row("1B memory and graphs", "1B", 4096, (
         Variant(FSDP2), Variant(SHARDWRIGHT), _ARENA, Variant(SHARDWRIGHT, graph=True),
-        Variant(SHARDWRIGHT, "arena", graph=True),
+        Variant(SHARDWRIGHT, "arena", graph=True), _ARENA_COMMUNICATING,
     ), seconds=98),
-    Row("150M exact", "150M", 2048, (Variant(FSDP2), *_EXACT), steps=24, turns=1, exact=True, seconds=98),
+    Row("150M exact", "150M", 2048, (
+        Variant(FSDP2), *_EXACT, _COMMUNICATING, replace(_ARENA_COMMUNICATING, graph=True),
+    ), steps=24, turns=1, exact=True, seconds=98),
     Row("3B compiled", "3B", 4096, _ALL, compile=True, seconds=98),
-    Row("1B compiled", "1B", 4096, _ALL, compile=True, seconds=98),
+    Row("1B compiled", "1B", 4096, (*_ALL, _COMMUNICATING), compile=True, seconds=98),
     Row("3B 8k full compiled", "3B", 8192, (*_ALL, _ARENA), checkpoint="full", compile=True, steps=6, seconds=98),
     Row("3B full", "3B", 4096, _ALL, checkpoint="full", steps=8),
     Row("1B 8k ops", "1B", 8192, _ALL, checkpoint="ops"),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from benchmarks.gpu_rows.rows import FSDP2, PLAIN, SHARDWRIGHT, Row, Variant
 from shardwright.activations.checkpointing import checkpoint_blocks, compile_blocks
+from shardwright.engine.tensors import ranks
 from shardwright.train.models.native.llama import Llama
 
 CLIP = 1.0
@@ -71,9 +72,12 @@ class Training:
             library: Any = {FSDP2: fsdp2, SHARDWRIGHT: sw}[variant.engine]
             policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             options = {"memory": variant.memory} if library is sw else {}
+            ranks.LEAST_RANKS = 1 if variant.communicating else 2
             for block in model.blocks():
                 library.fully_shard(block, mp_policy=policy)
             library.fully_shard(model, mp_policy=policy, **options)
+            if variant.communicating and not model._fsdp_units(recurse=False)[0].ranks.gathers:
+                raise RuntimeError("no unit communicates")
         self.parameters = list(self.masters.parameters if self.masters else model.parameters())
         self.optimizer: Any = torch.optim.AdamW(self.parameters, lr=RATE, fused=True)
         if variant.engine == SHARDWRIGHT:

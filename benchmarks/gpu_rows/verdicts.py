@@ -137,11 +137,11 @@ def _targets_of(row: Row, result: Found, ranks: int) -> Iterator[Found]:
             continue
         found = result.get("variants", {}).get(variant.name, {})
         alone = "" if ranks == 1 else f"{ranks} devices; the target is for one"
-        if PLAIN in peers:
+        if PLAIN in peers and not variant.communicating:
             yield _target(
                 row, variant, "time / plain torch", OF_PLAIN, _median(found, "of_plain"), found, alone
             )
-        if FSDP2 in peers:
+        if FSDP2 in peers and not variant.communicating:
             limit = OF_FSDP2["compiled" if row.compile else "eager"]
             yield _target(row, variant, "time / FSDP2", limit, _median(found, "of_fsdp2"), found, alone)
         if row.model == "3B" and row.compile:
@@ -194,7 +194,7 @@ def largest_gap(rows: Sequence[Row], results: dict[str, Found]) -> tuple[Row, Va
         found = results.get(row.name, {}).get("variants", {})
         for variant in row.variants:
             each = found.get(variant.name, {})
-            if row.exact or variant.engine != SHARDWRIGHT or "ms" not in each:
+            if row.exact or variant.engine != SHARDWRIGHT or variant.communicating or "ms" not in each:
                 continue
             limit = OF_FSDP2["compiled" if row.compile else "eager"]
             for engine, key, target in ((PLAIN, "of_plain", OF_PLAIN), (FSDP2, "of_fsdp2", limit)):

@@ -122,7 +122,7 @@ class HostState:
                     "offload_policy at its default."
                 )
             if id(value) not in host_copies:
-                host_copies[id(value)] = _like(value, host)
+                host_copies[id(value)] = _like(value, host, lasting=not here.pairs)
             sources[id(value)] = value
             return host_copies[id(value)]
 
@@ -257,7 +257,7 @@ def moved_to_host(values: dict[str, Any], host: Host) -> dict[str, Any]:
         local = local_of(value) if isinstance(value, (DTensor, RaggedTensor)) else value
         if not _moves(local) or host.has(local):
             return value
-        moved = _like(local, host).copy_(local)
+        moved = _like(local, host, lasting=True).copy_(local)
         if isinstance(value, RaggedTensor):
             return RaggedTensor(moved, value.spec)
         if isinstance(value, DTensor):
@@ -268,7 +268,9 @@ def moved_to_host(values: dict[str, Any], host: Host) -> dict[str, Any]:
     return mapped(values, move)  # type: ignore[no-any-return]
 
 
-def _like(tensor: torch.Tensor, host: Host) -> torch.Tensor:
-    """New memory of the host, with the tensor's shape and the order of its dimensions."""
+def _like(tensor: torch.Tensor, host: Host, lasting: bool) -> torch.Tensor:
+    """New memory of the host, with the tensor's shape and the order of its dimensions. `lasting`: see
+    :meth:`Host.lasting_zeros`; not for state that a step makes anew."""
     stride = torch.empty_like(tensor, device="meta").stride()
-    return host.zeros(tensor.numel(), tensor.dtype).as_strided(tensor.shape, stride)
+    zeros = host.lasting_zeros if lasting else host.zeros
+    return zeros(tensor.numel(), tensor.dtype).as_strided(tensor.shape, stride)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwright.activations.host_pool import HostPool
+from shardwright.activations.host_pool import HostPool, rounded
 from shardwright.comm.streams import HostStreams
 from shardwright.engine.base.offload import Host
 from shardwright.planner.program import HOST
@@ -86,11 +86,17 @@ def memory_of_host(recorder: Recorder) -> Iterator[None]:
     The host also computes what follows from tensors there, until the engine copies them to the device.
     """
     allocate = HostPool._allocate
-    zeros, copy_of, lifted, own = Host.zeros, Host.copy_of, Host.lifted, Host.bytes_for_rank
+    zeros, lasting, copy_of, lifted = Host.zeros, Host.lasting_zeros, Host.copy_of, Host.lifted
+    own = Host.bytes_for_rank
 
-    def on_host(self: Host, *arguments: Any) -> Any:
+    def on_host(self: Host, numel: int, dtype: torch.dtype) -> torch.Tensor:
         with recorder.on(HOST):
-            return zeros(self, *arguments)
+            return zeros(self, numel, dtype)
+
+    def on_host_rounded(self: Host, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        with recorder.on(HOST):
+            return zeros(self, rounded(nbytes) // dtype.itemsize if nbytes else 0, dtype)[:numel]
 
     def for_activations(self: HostPool, size: int) -> torch.Tensor:
         buffer = allocate(self, size)
@@ -105,13 +111,15 @@ def memory_of_host(recorder: Recorder) -> Iterator[None]:
         with recorder.lifting():
             return lifted(self, tensor)
 
-    Host.zeros, Host.copy_of, Host.lifted = on_host, copied, on_device  # type: ignore[method-assign, assignment]
+    Host.zeros, Host.lasting_zeros = on_host_rounded, on_host  # type: ignore[method-assign]
+    Host.copy_of, Host.lifted = copied, on_device  # type: ignore[method-assign, assignment]
     Host.bytes_for_rank = lambda self: sys.maxsize  # type: ignore[method-assign]  # the host is another one
     HostPool._allocate = for_activations  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Host.zeros, Host.copy_of, Host.lifted = zeros, copy_of, lifted  # type: ignore[method-assign]
+        Host.zeros, Host.lasting_zeros = zeros, lasting  # type: ignore[method-assign]
+        Host.copy_of, Host.lifted = copy_of, lifted  # type: ignore[method-assign]
         Host.bytes_for_rank = own  # type: ignore[method-assign]
         HostPool._allocate = allocate  # type: ignore[method-assign]
 

@@ -499,6 +499,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("replay", [](const sim::GraphPtr& graph) { sim::queues().replay(graph, sim::current_stream); });
   module.def("is_capturing", [] { return sim::queues().graph_of(sim::current_stream) != nullptr; });
   module.def("synchronize", [] { sim::Guard().synchronizeDevice(0); });
+  module.def("lock_pages", [](size_t address, size_t n) {
+    std::lock_guard lock(sim::pinned().mutex);
+    sim::pinned().blocks[reinterpret_cast<const char*>(address)] = n;
+  });
+  module.def("unlock_pages", [](size_t address) {
+    std::lock_guard lock(sim::pinned().mutex);
+    sim::pinned().blocks.erase(reinterpret_cast<const char*>(address));
+  });
   module.def("drained", [] { return sim::drained; });
   module.def("memory_allocated", [] { return sim::allocator().allocated.load(); });
   module.def("max_memory_allocated", [] { return sim::allocator().peak.load(); });

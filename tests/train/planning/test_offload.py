@@ -240,3 +240,15 @@ def test_host_and_device_have_together_the_peak_of_the_step_with_activations_on_
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare_all(words, monkeypatch)
+
+
+def test_gradients_of_further_micro_batches_land_in_powers_of_two() -> None:
+    """As torch's allocator of page-locked memory gives them. What stays has the bytes that it needs."""
+    words = "train.global_batch=16 train.micro_batch=2 validation.every=0 parallel.offload=cpu"
+    program = program_of(config_of(words, ranks=4), 4)
+    found: dict[str, set[int]] = {}
+    for each in program.events:
+        if isinstance(each, Alloc) and each.on_host:
+            found.setdefault(program.owners[each.owner].group, set()).add(each.nbytes)
+    assert len(found["temporary"]) > 2 and all(nbytes.bit_count() == 1 for nbytes in found["temporary"])
+    assert any(nbytes.bit_count() > 2 for nbytes in found["gradients"])

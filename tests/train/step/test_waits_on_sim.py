@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -105,3 +106,41 @@ def test_a_late_check_has_the_same_numbers_in_any_order(rank: int, world_size: i
             found.append([(result.loss, result.agreed.norm) for result in (job.step() for _ in range(7))])
             assert job.trainer.is_ahead is (settings is LATE)
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.extensive("without a graph and on two ranks, too", but=("True-1ranks",))
+@on_sim(1, 2)
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_late_check_leaves_a_wrong_step_out_of_a_graph_too(rank: int, world_size: int, graph: bool) -> None:
+    """A step with a loss of NaN is skipped: the losses after it are the same, in any order of the streams."""
+    from tests.train.kit.on_sim import trainer_on_sim
+
+    found = []
+    for settings, seed in ((LONG, 0), (LATE, 1), (LATE, 2)):
+        train, fault = {**settings["train"], "cuda_graph": graph}, settings.get("fault", {})
+        with trainer_on_sim(
+            {**settings, "train": train, "fault": {**fault, "on_non_finite": "skip"}}, rank, world_size, seed
+        ) as job:
+            found.append(losses_around_a_wrong_step(job))
+    assert found[0] == found[1] == found[2]
+
+
+def losses_around_a_wrong_step(job: Any) -> list[tuple[float, float]]:
+    """Losses and gradient norms of nine steps, and nothing for the seventh, whose loss is NaN."""
+    trainer, found = job.trainer, []
+    compute, first = trainer._compute_gradients, 6 * trainer.config.train.global_batch
+
+    def wrong(data: Any) -> Any:
+        made = compute(data)
+        return made._replace(shares=made.shares * math.nan) if trainer.position.samples == first else made
+
+    trainer._compute_gradients = wrong
+    for _ in range(9):
+        result = job.step()
+        if result.fault is None:
+            found.append((result.loss, result.agreed.norm))
+        else:
+            assert trainer.position.samples == first
+            trainer.skip()
+    assert len(found) == 8
+    return found

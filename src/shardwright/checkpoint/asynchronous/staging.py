@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,6 +23,7 @@ from shardwright.checkpoint.save.writing import BoxToWrite, Contents
 from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.storage.stores import Store, UnfinishedSave
 from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
+from shardwright.comm.page_locks import lock_pages
 
 _ALIGNMENT = 64  #: bytes; every dtype can be viewed there
 _GROWTH = 1 << 21  #: the memory is a multiple of it
@@ -66,10 +66,8 @@ class SharedMemory:
         if self._bytes is None:
             self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, self.nbytes), dtype=torch.uint8)
         if lock and not self._locked:
-            result = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 1)
-            self._locked = int(result) == 0
-            if not self._locked:
-                _forget_failure()
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            self._locked = lock_pages(runtime, self._bytes.data_ptr(), self.nbytes)
         return self._bytes
 
     def _unmap(self) -> None:
@@ -83,13 +81,6 @@ class SharedMemory:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-
-
-def _forget_failure() -> None:
-    """Let CUDA forget that it could not lock pages. It keeps the failure until somebody asks, and the next kernel that
-    torch launches asks and would raise it, somewhere in training."""
-    with suppress(RuntimeError):
-        torch.ones(1, device="cuda")  # a kernel
 
 
 @dataclass(frozen=True)

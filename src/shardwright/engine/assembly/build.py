@@ -150,7 +150,7 @@ def build_memory(
                 if reads is None:
                     shards.append(torch.zeros(numel, dtype=run.storage_dtype, device=device))
                 else:
-                    shards.append(reads.host.zeros(numel, run.storage_dtype))
+                    shards.append(reads.host.lasting_zeros(numel, run.storage_dtype))
                 for member in segment.members:
                     _, original, slots, parallel = owned[member.index]
                     cut = make_cut(ranks, specs[member.index], parallel, segment, member)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import dtensor_of, foreach_copy_, local_of
 from shardwright.comm import Streams
+from shardwright.comm.page_locks import locked_zeros
 from shardwright.engine.tensors.gathering import full_of
 from shardwright.memory import Owner, Slab
 
@@ -105,7 +106,7 @@ class HostSlab(Slab):
 
     def lease(self) -> None:
         if self._memory is None:
-            self._memory = self._host.zeros(self.nbytes, torch.uint8)
+            self._memory = self._host.lasting_zeros(self.nbytes, torch.uint8)
             self._storage = self._memory.untyped_storage()
         self.leased = True
 
@@ -127,7 +128,14 @@ class Host:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return memory // max(1, int(ranks) if ranks.isdecimal() else 1)
 
+    def lasting_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros for values that stay as long as the model. It takes more time than :meth:`zeros`, and no more
+        memory than they need."""
+        locked = locked_zeros(numel, dtype, self.device) if self._pin else None
+        return self.zeros(numel, dtype) if locked is None else locked
+
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros for values of a step. If they are page-locked, torch rounds their bytes up to a power of two."""
         return torch.zeros(numel, dtype=dtype, device=_CPU, pin_memory=self._pin)
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:

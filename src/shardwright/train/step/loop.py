@@ -76,6 +76,8 @@ def run_steps(
         )
         if result.untrained is not None:
             report_untrained(trainer, result.untrained, reporter, step if result.fault else step - 1)
+        if result.repeat is not None:
+            reporter.incident(result.repeat)
         if fault := result.fault or (fault_of_state(trainer.state) if saving or validates else None):
             if fault.unit_norms:
                 reporter.unit_norms(step + 1, fault.unit_norms, left_out=True)

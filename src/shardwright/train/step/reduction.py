@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwright.comm.noted import noted
 from shardwright.optim.clip import ParameterNorms
 from shardwright.train.config.catalog.hooks import Action, Fault
+from shardwright.train.config.catalog.records import Incident
 from shardwright.train.launch.signals import SIGNALS
 from shardwright.train.parallel.world import World
 from shardwright.train.step.account.clock import StepClock
@@ -101,6 +102,7 @@ class StepResult:
         rate: of the optimizer's first group.
         fault: wrong numbers, for which the step was not done; None without any.
         untrained: global batches before this one, of which no step was made.
+        repeat: wrong numbers with which the step was done first, and left out; None without any.
     """
 
     agreed: Agreed
@@ -109,6 +111,7 @@ class StepResult:
     rate: float
     fault: Fault | None
     untrained: Untrained | None
+    repeat: Incident | None = None
 
 
 @dataclass(frozen=True)

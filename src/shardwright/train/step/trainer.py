@@ -229,13 +229,13 @@ class Trainer:
         started = begun or self._start(stop, save_ended, on_device=ahead)
         if ahead and self._goes_on_after(started.number):
             self._following = self._begun_after(started, stop, save_ended)
-        agreed = started.reduction.read(self.clock)
+        agreed, left_out = started.reduction.read(self.clock), None
         if agreed.mark:
             # The device has left it out, and what came after it. Done again, its numbers decide what the run does.
             self._drop(started, here)
-            started = self._start(stop, save_ended, on_device=False)
+            started, left_out = self._start(stop, save_ended, on_device=False), agreed
             agreed = started.reduction.read(self.clock)
-        return self._end(started, agreed)
+        return self._end(started, agreed, left_out)
 
     def _goes_on_after(self, step: int) -> bool:
         """Whether the next step may begin before the host knows the numbers of this one: not if the state after this
@@ -338,8 +338,11 @@ class Trainer:
             wrong = wrong | before.left_out.bool()
         return wrong.float()
 
-    def _end(self, started: StartedStep, agreed: Agreed) -> StepResult:
-        """The result of a step whose numbers the host has read, which has its optimizer step now if it had none."""
+    def _end(self, started: StartedStep, agreed: Agreed, left_out: Agreed | None) -> StepResult:
+        """The result of a step whose numbers the host has read, which has its optimizer step now if it had none.
+
+        `left_out`: its numbers when it was done first, and the device left it out; None if it was done once.
+        """
         data = started.data
         if data.untrained is not None and self.position.samples != started.first:
             self.position = self.position.after_untrained(started.first, data.untrained.batches)
@@ -349,7 +352,10 @@ class Trainer:
             if fault is None or agreed.norm is None:  # in backward most of it is done, and it ends here
                 self._step_optimizer()
             self._free_gradients()
+        repeat = None
         if fault is None:
+            if left_out is not None:
+                repeat = detect.repeat_of(self.state, left_out)
             batch, kept = self.config.train.global_batch, self.config.fault.losses_kept
             self.position = self.position.after_step(batch, agreed.losses[0], kept)
         boards.end_step(self.position.step + 1)
@@ -358,7 +364,7 @@ class Trainer:
             finetuning.check_called(self.model)
         loss, *others = agreed.losses
         auxiliary = dict(zip(self.losses.auxiliary, others, strict=True))
-        return StepResult(agreed, loss, auxiliary, started.rate, fault, data.untrained)
+        return StepResult(agreed, loss, auxiliary, started.rate, fault, data.untrained, repeat)
 
     def _next_data(self) -> StepData:
         """The data of the next step. The position moves over global batches without a trained token."""

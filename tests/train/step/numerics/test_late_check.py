@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shardwright.train.config.catalog.hooks import TrainerHook
+from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.launch.signals import StopRequest
+from shardwright.train.run.position import saved_steps
 from shardwright.train.step.numerics.fault import FaultError
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
-from tests.train.kit.jobs import tiny
+from tests.train.kit.jobs import HYBRID, tiny, trainer
+from tests.train.kit.parallel import take_steps
+from tests.train.parallel.kit.float8 import emulated
 from tests.train.step.numerics.kit import G, Plant, Run, job, lines_of, on_samples, part_of
 
 STEPS = 12
@@ -49,16 +55,23 @@ RUNS: dict[str, tuple[Plant | None, dict[str, Any]]] = {
 }
 
 
-def result_of(folder: Path, check: str, name: str, rank: int, world_size: int, engine: str) -> dict[str, Any]:
-    """All that a run leaves behind: its lines, its last state, its error, and the samples that it left out."""
+def result_of(
+    folder: Path, check: str, name: str, rank: int, world_size: int, given: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """All that a run leaves behind: its lines, its last state, its error, and the samples that it left out. `given`:
+    sections of its configuration."""
     plant, fault = RUNS[name]
-    config = job(
-        {"engine": engine},
-        train={"steps": STEPS, "micro_batch": G // world_size, "max_norm": 1.0},
-        checkpoint={"every": 5},
-        fault={**fault, "check": check},
-    )
-    run, error = Run(folder.with_name(f"{folder.name} {check}"), config, rank, world_size, plant), ""
+    train = {"steps": STEPS, "micro_batch": G // world_size, "max_norm": 1.0}
+    sections = {
+        **given,
+        "train": train | given.get("train", {}),
+        "checkpoint": {"every": 5},
+        "fault": {**fault, "check": check},
+    }
+    config = job(**sections)
+    place = folder.with_name(f"{folder.name} {check}")
+    place.parent.mkdir(exist_ok=True)
+    run, error = Run(place, config, rank, world_size, plant), ""
     dropped, drop = [], run.trainer._drop
     # A step that is left out on the device is left out after the next one has begun, too, unless it is read at once.
     run.trainer._drop = lambda *given: (dropped.append(run.trainer.is_ahead), drop(*given))  # type: ignore[method-assign,assignment,func-returns-value]
@@ -79,9 +92,9 @@ def result_of(folder: Path, check: str, name: str, rank: int, world_size: int, e
     }
 
 
-def check_run(name: str, folder: Path, rank: int, world_size: int, engine: str = "shardwright") -> None:
+def check_run(name: str, folder: Path, rank: int, world_size: int, **sections: dict[str, Any]) -> None:
     found = [
-        result_of(folder / f"{engine} {name}", check, name, rank, world_size, engine)
+        result_of(folder / name, check, name, rank, world_size, sections)
         for check in ("before_step", "after_step")
     ]
     assert rank or len(found[0]["lines"]) >= 5
@@ -118,7 +131,42 @@ def test_a_late_check_changes_no_number_with_other_engines(
 ) -> None:
     for engine in ("ddp", "fsdp1", "fsdp2"):
         for name in ("clean", "skip"):
-            check_run(name, tmp_path, rank, world_size, engine)
+            check_run(name, tmp_path / engine, rank, world_size, parallel={"engine": engine})
+
+
+#: Parts of a configuration that change what a step does, each in sections of its own.
+CROSSED: dict[str, dict[str, dict[str, Any]]] = {
+    "accumulation": {"train": {"micro_batch": 2}},
+    "held gradients": {"train": {"micro_batch": 2, "accumulate": "hold"}},
+    "packed documents": {"data": {"document_mask": True}, "train": {"seq_len": 16}},
+    "padded samples": {"data": {"packing": "none"}},
+    "tensor": {"parallel": {"tensor": 2}, "model": {"n_kv_heads": 2}, "train": {"micro_batch": G}},
+    "context": {"parallel": {"context": 2}, "train": {"micro_batch": G}},
+    "experts": {"parallel": {"expert": 2}, "model": {**HYBRID, "pattern": "E*-", "mtp_pattern": ""}},
+    "bfloat16": {"parallel": {"param_dtype": "bfloat16"}},
+    "float8": {
+        "parallel": {"param_dtype": "bfloat16"},
+        "model": {"dim": 32, "ffn_dim": 64},
+        "train": {"float8": "tensorwise", "seq_len": 16},
+    },
+    "adapters": {"finetune": {"method": "lora", "rank": 2, "dropout": 0.5}},
+    "zero1": {"parallel": {"strategy": "zero1"}},
+    "arena": {"parallel": {"memory": "arena"}},
+    "compiled": {"train": {"compile": "aot_eager"}},
+    "recomputed": {"activations": {"checkpoint": "full"}},
+    "norms by unit": {"log": {"unit_norms": 1}},
+}
+
+
+@pytest.mark.extensive("each part that changes a step", but=("tensor-*",))
+@multirank(2)
+@pytest.mark.parametrize("crossed", CROSSED)
+def test_a_late_check_changes_no_number_of_other_steps(
+    rank: int, world_size: int, crossed: str, tmp_path: Path
+) -> None:
+    torch._dynamo.reset()
+    with emulated() if crossed == "float8" else nullcontext():
+        check_run("skip", tmp_path, rank, world_size, **CROSSED[crossed])
 
 
 @multirank(2)
@@ -172,6 +220,92 @@ def test_an_error_of_the_next_step_comes_after_the_numbers_of_this_one(
         run.go()
     assert [line["step"] for line in lines_of(run)] == [1, 2, 3, 4, 5, 6, 7]
     assert run.trainer.position.step == 7
+
+
+def passing(first: int, factor: float) -> Plant:
+    """Multiply the losses of the step that begins with sample `first`, the first time that it is done."""
+    done = []
+
+    def plant(job: Trainer, sums: torch.Tensor) -> torch.Tensor:
+        if job.position.samples != first or len(done) == 2:  # micro-batches
+            return sums
+        done.append(True)
+        return sums * factor
+
+    return plant
+
+
+@pytest.mark.extensive("a spike, too", but=("nan-*",))
+@multirank(2)
+@pytest.mark.parametrize("factor", [math.nan, 3.0])
+def test_a_step_that_is_good_the_second_time_is_an_incident(
+    rank: int, world_size: int, factor: float, tmp_path: Path
+) -> None:
+    found = []
+    for name, plant in (("clean", None), ("passing", passing(7 * G, factor))):
+        config = job(
+            train={"steps": STEPS},
+            checkpoint={"every": 5},
+            fault={**LATE, "on_spike": "skip", "spike_window": 8},
+        )
+        run = Run(tmp_path / name, config, rank, world_size, plant)
+        run.go()
+        found.append((run.trainer.position, [part_of(each) for each in run.trainer.model.parameters()]))
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+    if rank == 0:
+        (line,) = lines_of(run, event=True)
+        incident = line["incident"]
+        what = "loss nan, norm nan" if math.isnan(factor) else "a spike above"
+        assert line["step"] == 8 and incident["action"] == "repeat" and what in incident["reason"]
+        assert incident["samples"] == [7 * G, 8 * G]
+        (said,) = [each for each in run.lines if "done again" in each]
+        assert said == f"warning: {incident['reason']}"
+        assert [each["step"] for each in lines_of(run)] == [*range(1, STEPS + 1)]
+
+
+class Fails(TrainerHook):
+    """Fails when a step is reported, as a full disk does."""
+
+    def after_step(self, record: StepRecord) -> None:
+        if record.step == 7:
+            raise OSError("no space")
+
+
+@pytest.mark.extensive("each way to end", but=("an error-*", "a signal-*"))
+@multirank(1)
+@pytest.mark.parametrize("way", ["an error", "a wrong step", "a signal", "a signal and a wrong step"])
+def test_nothing_tells_of_a_step_whose_numbers_were_not_read(
+    rank: int, world_size: int, way: str, tmp_path: Path
+) -> None:
+    """A step has begun when the run ends: its numbers are read before it is saved or logged, or it is neither."""
+    plant = on_samples(7 * G, math.nan) if "wrong step" in way else None
+    config = job(train={"steps": STEPS, "micro_batch": 6}, checkpoint={"every": 5}, fault=LATE)
+    run, begun = Run(tmp_path, config, rank, world_size, plant), []
+    hooks = [Fails()] if way == "an error" else []
+    open_hooks = run.trainer.open_hooks
+    run.trainer.open_hooks = lambda reporter, loaded: open_hooks(reporter, hooks, loaded)  # type: ignore[method-assign,misc,assignment]
+    start = run.trainer._start
+    run.trainer._start = lambda *given, **named: (begun.append(1), start(*given, **named))[1]  # type: ignore[method-assign,assignment,func-returns-value]
+    before = signal_before(run, 7, rank) if "signal" in way else lambda: None
+    raised = {"an error": OSError, "a signal": ()}.get(way, FaultError)
+    try:
+        run.go(before)
+        assert not raised
+    except (OSError, FaultError) as error:
+        assert isinstance(error, raised)
+    done = {"an error": 7, "a signal": 9}.get(way, 7)
+    # With an error the step after it had begun. A wrong one is done again, after the one that had begun after it.
+    assert len(begun) == {"an error": 8, "a signal": 9}.get(way, 10), begun
+    assert run.trainer.position.step == done and run.trainer.is_ahead is (way == "an error")
+    assert [line["step"] for line in lines_of(run)] == [*range(1, done + 1)]
+    saved = [5] if way == "an error" else [done, 5]
+    assert saved_steps(run.folder.checkpoints) == saved
+    resumed = Run(tmp_path, config, rank, world_size).resume()
+    plain = trainer(job(train={"steps": STEPS, "micro_batch": 6}), rank, world_size)
+    take_steps(plain, saved[0])
+    for one, other in zip(resumed.trainer.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(part_of(one), part_of(other))
 
 
 def test_jobs_whose_steps_cannot_be_left_out_are_refused() -> None:

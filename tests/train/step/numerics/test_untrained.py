@@ -51,6 +51,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"fault": {"on_spike": "skip", "spike_window": 4, "spike_sigmas": 1e6}},
     {"fault": {"verify_every": 2}},
     {"activations": {"checkpoint": "full"}},
+    {"fault": {"check": "after_step"}, "checkpoint": {"every": 0}},
 ]
 
 

@@ -395,10 +395,13 @@ def _incidents(
                 "skip": "step skipped",
                 "rewind": "back to a checkpoint",
                 "untrained": "no trained token",
+                "repeat": "step done twice",
             }
             action, samples = str(content.get("action")), content.get("samples")
             left_out = (
-                f"; samples {samples[0]} to {samples[1] - 1} are left out" if _is_range(samples) else ""
+                f"; samples {samples[0]} to {samples[1] - 1} are left out"
+                if _is_range(samples) and action != "repeat"
+                else ""
             )
             text = f"{content.get('reason', 'no reason is recorded')}{left_out}"
             yield incident(event["step"], words.get(action, action), text)

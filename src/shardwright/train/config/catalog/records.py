@@ -152,18 +152,20 @@ def scalars(record: StepRecord, every: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Incident:
-    """Samples that a run has left out: because numbers had gone wrong, or because no token of them is trained.
+    """Samples that a run has left out, because numbers had gone wrong or no token of them is trained; or a step that
+    it has done twice.
 
     Attributes:
         action: "skip": the step was not made. "rewind": the run went back to a checkpoint. "untrained": no step was
-            made of global batches without a trained token.
-        step: the optimizer step that comes next.
+            made of global batches without a trained token. "repeat": the step had wrong numbers when it was done first,
+            and good ones when it was done again.
+        step: the optimizer step that comes next; of a repeat, the step itself.
         reason: what was found, in one line.
-        samples: those that are left out, [first, stop).
+        samples: those that are left out, [first, stop); of a repeat, those of the step.
         from_step: optimizer steps done when it went back.
     """
 
-    action: Literal["skip", "rewind", "untrained"]
+    action: Literal["skip", "rewind", "untrained", "repeat"]
     step: int
     reason: str
     samples: tuple[int, int]
@@ -171,6 +173,8 @@ class Incident:
 
     @property
     def in_words(self) -> str:
+        if self.action == "repeat":
+            return self.reason
         first, stop = self.samples
         left_out = f"samples {first:,} to {stop - 1:,} are left out"
         back = f"the run goes back to step {self.step - 1}; " if self.action == "rewind" else ""

@@ -20,6 +20,7 @@ from shardwright.collective import RankGroup
 from shardwright.comm.noted import noted
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Action, Fault
+from shardwright.train.config.catalog.records import Incident
 from shardwright.train.parallel.engines import engine_of
 from shardwright.train.parallel.world import World
 from shardwright.train.run.position import Position
@@ -85,6 +86,24 @@ def fault_of_step(
     if not math.isfinite(agreed.losses[0]) or agreed.flags:
         return _fault_of_values(state, agreed, shares, work)
     return _fault_of_spike(state, agreed)
+
+
+def repeat_of(state: TrainingState, first: Agreed) -> Incident | None:
+    """Return what is recorded of a step without a fault that was done twice, because the device left it out with the
+    numbers `first`; None if nothing was wrong with those.
+
+    The device also leaves out a step whose loss is a little below the limit of a spike, see `may_be_spike`.
+    """
+    loss, losses = first.losses[0], state.position.past.losses
+    if not math.isfinite(loss) or first.flags:
+        found = f"loss {loss}, norm {first.norm}"
+    elif is_spike(loss, losses, state.config.fault):
+        limit = spike_limit(losses, state.config.fault.spike_sigmas)
+        found = f"loss {loss:.4f}, a spike above {limit:.4f}"
+    else:
+        return None
+    text = f"step {state.next_step}: found {found}; done again, its numbers are good, and the run goes on with them"
+    return Incident("repeat", state.next_step, text, state.next_samples)
 
 
 def _fault_of_values(
