@@ -70,10 +70,10 @@ class Visit:
 
     # The first two are also hooks of nodes, which get gradients.
 
-    def before_backward(self, gradients: Any = None) -> None:
+    def before_backward(self, *gradients: Any) -> None:
         self.listener.enter(self)
 
-    def after_backward(self, gradients: Any = None) -> None:
+    def after_backward(self, *gradients: Any) -> None:
         self.listener.after_call(self)
 
     def close(self) -> None:

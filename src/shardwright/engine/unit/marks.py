@@ -136,7 +136,7 @@ def _mark_input(visit: Visit, tensor: torch.Tensor) -> tuple[Any, Any, bool, int
         return (tensor,), {}, False, next_sequence_number()
     marked = tensor[...]  # an alias, unlike a view it has no operation in backward
     node: Any = marked.grad_fn
-    node.register_prehook(visit.after_backward)
+    node.register_hook(visit.after_backward)  # after the hooks of an output, which may be this input
     return (marked,), {}, True, node._sequence_nr()
 
 
