@@ -217,3 +217,24 @@ def test_an_edit_in_forward_with_a_codec(rank: int, world_size: int) -> None:
     for number in range(1, 3):
         model(torch.ones(2, 6))
         assert (model.weight.full_tensor() == 0.5**number).all()
+
+
+class ReturnsInputToo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, self.linear(x)
+
+
+@multirank(1)
+def test_a_unit_that_returns_its_input_beside_its_result_is_reduced_once(rank: int, world_size: int) -> None:
+    module: Any = sw.fully_shard(ReturnsInputToo())
+    x, y = module(torch.randn(4, 6, requires_grad=True) * 1.0)
+    gradients = getattr(module, UNIT).gradients
+    reductions: list[Any] = []
+    reduce = gradients.reduce
+    gradients.reduce = lambda *args: reductions.append(args) or reduce(*args)
+    (x + y).sum().backward()
+    assert len(reductions) == 1

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from shardwright.engine.front.whole import agree_to_gather
     from shardwright.engine.front.wrap import as_policy
     from shardwright.engine.gradients import delivery
+    from shardwright.engine.gradients.packer import forget_zeros
     from shardwright.engine.gradients.stepping import SteppedGradient, Stepping, forget_stepped
     from shardwright.engine.heartbeat import (
         ENTRY,

@@ -1,12 +1,14 @@
 """The program of a model of many layers, from the programs of the same model with few.
 
 Layers of a kind make the same events. So a longer model repeats pieces of the events of a shorter one, a piece for each
-layer: one in forward, one in backward, one in each step. :func:`compose` finds these pieces in three programs, which
-differ in one layer each, and repeats them. It knows events alone: no engine, model or optimizer.
+layer: one in forward, one in backward, one in each step. :func:`compose` finds these pieces in two programs, which
+differ in one layer, and repeats them. A third program checks the result. This module knows events alone: no engine,
+model or optimizer.
 
 The numbers of an event (bytes, shapes, layers in names, and the event that a ``Free`` or a ``Wait`` refers to) follow
-the number of layers and of the repetition by a law, ``constant + a * repetition + b * layers``. Each law is checked on
-more events than it is made from. If anything differs there is no composed program.
+the number of layers and of the repetition by a law, ``constant + a * repetition + b * layers``. A law of a piece is
+made from the repetition that is added and from those before and behind it, which must agree. If anything differs there
+is no composed program.
 
 The same holds for other parts of a job that are alike, such as micro-batches. They are called layers here.
 """
@@ -51,7 +53,8 @@ class Crossing(Exception):
 
 @without_collections()
 def compose(programs: Sequence[Program], layers: int, wanted: int, edge: int) -> Program | None:
-    """The program of ``wanted`` layers, from three programs of ``layers``, ``layers + 1`` and ``layers + 2``.
+    """Return the program of ``wanted`` layers, from programs of ``layers``, ``layers + 1`` and, as a check of sizes
+    that grow with the layers, ``layers + 2``.
 
     ``edge``: the trace treats constants of more bytes differently. None: the programs have no common structure.
 
@@ -59,16 +62,15 @@ def compose(programs: Sequence[Program], layers: int, wanted: int, edge: int) ->
         Crossing: programs of more layers are needed.
     """
     words = _Words()
-    shortest, middle, longest = (_Read(program, words) for program in programs)
-    runs = _runs(shortest, middle)
+    short, long, *more = (_Read(program, words) for program in programs)
+    runs = _runs(short, long)
     if not runs:
         return None
-    shape = _Shape(len(shortest.events), layers, runs)
-    reads = [shortest, middle, longest]
-    laws = _Laws(shape, reads)
+    shape = _Shape(len(short.events), layers, runs)
+    laws = _Laws(shape, [short, long, *more])
     if not laws.hold():
         return None
-    return _Writer(shape, laws, reads[0], wanted, edge, programs[0].constants).program()
+    return _Writer(shape, laws, short, wanted, edge, programs[0].constants).program()
 
 
 # -- reading
@@ -204,7 +206,7 @@ def _runs(short: _Read, long: _Read) -> list[_Run] | None:
             or (further == alike and _common(a, b, i, j + period) > _common(a, b, i + 1, j + 1))
         ):
             count = _repetitions(a, b[j : j + period], behind, i)
-            if count < 2:
+            if not count:
                 return None
             runs.append(_Run(i - count * period, period, count))
             j, behind = j + period, i
@@ -311,6 +313,16 @@ class _Shape:
         places.extend(_Place(NO_EVENT, i, 0) for i in range(at, self.events))
         return places
 
+    def runs_of_events(self, layers: int) -> list[int]:
+        """The number of the run that each event is in, or ``NO_EVENT``."""
+        more = layers - self.layers
+        numbers: list[int] = []
+        at = 0
+        for number, run in enumerate(self.runs):
+            numbers += [NO_EVENT] * (run.start - at) + [number] * ((run.repeats + more) * run.period)
+            at = run.start + run.repeats * run.period
+        return numbers + [NO_EVENT] * (self.events - at)
+
     def starts(self, layers: int) -> list[int]:
         """The index of the first event of each run."""
         more, added = layers - self.layers, 0
@@ -390,59 +402,77 @@ class _Laws:
     def hold(self) -> bool:
         """Find the laws; whether they hold in all programs."""
         shape = self._shape
-        layers = [shape.layers, shape.layers + 1, shape.layers + 2]
-        if any(
-            shape.length(each) != len(read.events) for each, read in zip(layers, self._reads, strict=True)
-        ):
+        layers = range(shape.layers, shape.layers + len(self._reads))
+        if any(shape.length(n) != len(read.events) for n, read in zip(layers, self._reads, strict=True)):
             return False
-        samples = [self._samples(read, each) for each, read in zip(layers, self._reads, strict=True)]
-        for each in zip(*(of.outside for of in samples), strict=True):
-            law = _fitted(each, layers)
-            if law is None:
+        ways = [
+            [self._samples(read, n, own) for n, read in zip(layers, self._reads, strict=True)]
+            for own in (False, True)
+        ]
+        for i in range(shape.events):
+            laws = (self._fitted([each.outside[i] for each in of]) for of in ways)
+            if (law := next(filter(None, laws), None)) is None:
                 return False
             self.outside.append(law)
         for number, run in enumerate(shape.runs):
-            laws: list[_Law] = []
+            found: list[_Law] = []
             for offset in range(run.period):
-                law = self._law_of_run(samples, layers, number, run, offset)
-                if law is None:
+                laws = (self._law_of_run(of[0], of[1], number, run, offset) for of in ways)
+                if (law := next(filter(None, laws), None)) is None:
                     return False
-                laws.append(law)
-            self.added.append(laws)
+                found.append(law)
+            self.added.append(found)
         return True
 
-    def _law_of_run(
-        self, samples: list[_Of], layers: list[int], number: int, run: _Run, offset: int
-    ) -> _Law | None:
-        at = run.before
-        one = samples[1].added[number][offset]
-        two, three = (samples[2].added[number][offset + i * run.period] for i in (0, 1))
-        if not one[:3] == two[:3] == three[:3]:
+    def _fitted(self, samples: Sequence[_Sample]) -> _Law | None:
+        """The law of an event outside of added repetitions."""
+        one, two, *more = samples
+        if any(each[:3] != one[:3] for each in samples):
             return None
-        by_repetition = _difference(two.values, three.values)
         by_layers = _difference(one.values, two.values)
-        constant = _added(_added(one.values, by_repetition, -at), by_layers, -layers[1])
-        law = _Law(one.run, one.offset, constant, by_repetition, by_layers)
-        # A repetition beside those that are added follows it, too: the one before, or the one after.
-        before = (at - 1, 0, run.middle - run.period + offset), (at, 1, run.middle + offset)
-        for repetition, moves, event in before:
-            beside = [of.outside[event] for of in samples]
-            if all(
-                sample[:3] == one[:3] and sample.values == law.values(repetition + moves * (n - layers[0]), n)
-                for sample, n in zip(beside, layers, strict=True)
-            ):
-                return law
-        return None
+        if any(each.values != _added(two.values, by_layers, i) for i, each in enumerate(more, 1)):
+            return None
+        constant = _added(one.values, by_layers, -self._shape.layers)
+        return _Law(one.run, one.offset, constant, (), by_layers)
 
-    def _samples(self, read: _Read, layers: int) -> _Of:
-        places = self._shape.places(layers)
+    def _law_of_run(self, short: _Of, long: _Of, number: int, run: _Run, offset: int) -> _Law | None:
+        """The law of an event of a repetition, by the one that is added, the one before it and the one behind it, if
+        there is one."""
+        added, at = long.added[number][offset], run.before
+        beside = [run.middle - run.period + offset, run.middle + offset][: run.repeats - at + 1]
+        found: list[_Law] = []
+        for event in beside:
+            one, two = short.outside[event], long.outside[event]
+            if not one[:3] == two[:3] == added[:3]:
+                continue
+            if event < run.middle:  # the same repetition in both programs, and the one before the added one
+                by_layers = _difference(one.values, two.values)
+                by_repetition = _difference(two.values, added.values)
+            else:  # behind the added one, which has its place of the shorter program
+                by_layers = _difference(one.values, added.values)
+                by_repetition = _difference(added.values, two.values)
+            constant = _added(_added(added.values, by_repetition, -at), by_layers, -self._shape.layers - 1)
+            found.append(_Law(added.run, added.offset, constant, by_repetition, by_layers))
+        return found[0] if len(set(found)) == 1 else None
+
+    def _samples(self, read: _Read, layers: int, prefer_own: bool) -> _Of:
+        """Samples of a program. An event between two runs is beside both. ``prefer_own``: an event of a run that refers
+        to it refers to a place beside its own run, if it can."""
+        places, runs = self._shape.places(layers), self._shape.runs
+        starts, more = self._shape.starts(layers), layers - self._shape.layers
+        own = self._shape.runs_of_events(layers)
         samples: list[_Sample] = []
-        for kind, values, refers in zip(read.kinds, read.values, read.refers, strict=True):
+        for kind, values, refers, number in zip(read.kinds, read.values, read.refers, own, strict=True):
             if refers == NO_EVENT:
                 samples.append(_Sample(kind, NO_EVENT, NO_EVENT, values))
-            else:
-                place = places[refers]
-                samples.append(_Sample(kind, place.run, place.offset, (*values, place.repetition)))
+                continue
+            place = places[refers]
+            if prefer_own and number not in (NO_EVENT, place.run):
+                run = runs[number]
+                repetition, offset = divmod(refers - starts[number], run.period)
+                if -1 <= repetition <= run.repeats + more:
+                    place = _Place(number, offset, repetition)
+            samples.append(_Sample(kind, place.run, place.offset, (*values, place.repetition)))
         outside: list[_Sample] = []
         added: list[list[_Sample]] = []
         at = 0
@@ -454,18 +484,6 @@ class _Laws:
             else:
                 outside.extend(piece)
         return _Of(outside, added)
-
-
-def _fitted(samples: Sequence[_Sample], layers: list[int]) -> _Law | None:
-    """The law of an event outside of added repetitions."""
-    one, two, three = samples
-    if not one[:3] == two[:3] == three[:3]:
-        return None
-    by_layers = _difference(one.values, two.values)
-    if three.values != _added(two.values, by_layers, 1):
-        return None
-    constant = _added(one.values, by_layers, -layers[0])
-    return _Law(one.run, one.offset, constant, (), by_layers)
 
 
 # -- writing

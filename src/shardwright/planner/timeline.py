@@ -198,6 +198,7 @@ def _replay(
     )  #: until when collectives use them, by whether they cross nodes
     marks: dict[int, float] = {}
     recent: list[tuple[float, float]] = []  #: the times of the last collectives
+    latest = 0.0  #: the largest end of these
     now = 0.0  #: of the host
     on_host = rates.figures.measured is not None and rates.figures.measured.on_host
 
@@ -231,13 +232,18 @@ def _replay(
                 else:
                     ready[stream] = end
                     recent = [*recent[-7:], (start, end)]
+                    latest = max(stop for _, stop in recent)
             elif stream != COMPUTE:
                 start = max(ready[stream], now)
                 end = ready[stream] = start + seconds
             else:
                 idle(now)
                 start = ready[COMPUTE]
-                over = sum(max(0.0, min(stop, start + seconds) - max(begin, start)) for begin, stop in recent)
+                over, end = 0.0, start + seconds
+                if start < latest:
+                    for begin, stop in recent:
+                        if begin < end and start < stop:
+                            over += min(stop, end) - max(begin, start)
                 slower = longer * min(over, seconds)
                 end = ready[COMPUTE] = start + seconds + slower
                 found.busy["optimizer" if optimizes and work.kind == "memory" else work.kind] += seconds

@@ -87,7 +87,12 @@ class InputGradientOnOneRank(Case):
 @case("in-place on a transposed view", "transposed")
 @case("in-place on a view that a unit returned", "returned")
 @case("in-place on a unit's input", "input")
+@case("in-place on a unit's input, inside the unit", "inside")
 class InPlace(Case):
+    class ChangesInput(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.mul_(0.5))
+
     class ReturnsView(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.cat([super().forward(x), x], dim=1)[:, :DIM]
@@ -98,8 +103,9 @@ class InPlace(Case):
         def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             x = self.first(x)
             for block in self.blocks:
-                if self.kind == "input":
+                if self.kind in ("input", "inside"):
                     x = x * 1.0
+                if self.kind == "input":
                     x.mul_(0.5)
                 x = block(x)
                 if self.kind == "whole":
@@ -117,7 +123,8 @@ class InPlace(Case):
         self.kind = kind
 
     def build(self) -> nn.Module:
-        net = self.Root(3, self.ReturnsView if self.kind == "returned" else Block)
+        blocks = {"returned": self.ReturnsView, "inside": self.ChangesInput}
+        net = self.Root(3, blocks.get(self.kind, Block))
         net.kind = self.kind
         return net
 

@@ -14,6 +14,8 @@ from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt
 from shardwright.train.models.build import model_of
+from shardwright.train.models.hf import counting
+from shardwright.train.models.hf.counting import count_by_kinds
 from shardwright.train.models.hf.documents import unnoticed
 from shardwright.train.step.model_facts import ModelFacts
 from tests.train.kit.jobs import tiny
@@ -117,3 +119,55 @@ def test_frozen_weights_have_no_gradients_to_count(kind: str, tmp_path: Path) ->
         alone = facts(job(tmp_path / kind, 8)).flops_per_token
     # What is before the first adapter needs no gradient.
     assert own == pytest.approx(wanted, rel=0.06) and own < 0.8 * alone
+
+
+DEEP: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 9},
+    "gemma3_text": {
+        "num_hidden_layers": 14,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2 + ["sliding_attention"] * 2,
+    },
+    "deepseek_v3": {"num_hidden_layers": 17, "first_k_dense_replace": 3},
+}
+
+
+@pytest.mark.parametrize(("kind", "method"), [*((kind, "full") for kind in DEEP), ("llama", "lora")])
+def test_layers_of_a_kind_are_counted_once(
+    kind: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deep model has the operations that a count of all its layers has, from counts of few layers."""
+    with unnoticed():
+        config = small_config(kind)
+        for key, value in DEEP[kind].items():
+            setattr(config, key, value)
+        save_config(config, tmp_path / kind)
+        wanted = job(tmp_path / kind, 40, **({"method": "lora", "rank": 1} if method == "lora" else {}))
+        found: list[int] = []
+        plain = counting.flops_of_sample
+
+        def counted(build: Any, *others: Any) -> float:
+            found.append(build().config.num_hidden_layers)
+            return plain(build, *others)
+
+        monkeypatch.setattr(counting, "flops_of_sample", counted)
+        own = facts(wanted).flops_per_token
+        assert max(found) < config.num_hidden_layers
+        counting.flops_of_model.cache_clear()
+        monkeypatch.setattr(counting, "count_by_kinds", lambda *_: None)
+        assert own == facts(wanted).flops_per_token
+
+
+def test_layers_that_add_more_each_are_not_counted_by_kind() -> None:
+    """As where each layer attends to all layers before it."""
+    kinds = ["a"] * 20
+    assert count_by_kinds(kinds, lambda kept: 5.0 + 3 * len(kept)) == 65
+    assert count_by_kinds(kinds, lambda kept: 5.0 + len(kept) ** 2) is None
+    assert count_by_kinds(kinds, lambda kept: None) is None
+    assert count_by_kinds(["a", "b", "a"], lambda kept: 0.0) is None  # few layers are counted as they are
+    mixed = ["d", "d", *"mf" * 14]
+    prices = {"d": 1.0, "m": 10.0, "f": 100.0}
+
+    def count(kept: Any) -> float | None:  # the dense layers are the first two of each model
+        return sum(prices[mixed[i]] for i in kept) if [*kept[:2]] == [0, 1] else None
+
+    assert count_by_kinds(mixed, count) == sum(map(prices.__getitem__, mixed))

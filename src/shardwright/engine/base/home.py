@@ -64,6 +64,7 @@ class Home(Protocol):
         selected: if the user has selected the tensors that get gradients, the units with parameters among them.
             Else None.
         clock: the clock of the model.
+        task: returns None if no backward of the model runs, or if it has failed.
     """
 
     gathered: set[int]
@@ -72,15 +73,13 @@ class Home(Protocol):
     is_last_backward: bool
     selected: Collection[Any] | None
     clock: Clock
+    task: Callable[[], Any]
 
     @property
     def agreement(self) -> Announcements: ...
 
     @property
     def reductions(self) -> Reducing: ...
-
-    @property
-    def in_backward(self) -> bool: ...
 
     def enter_backward(self) -> None: ...
 

@@ -68,10 +68,12 @@ class Visit:
         """Whether backward reads no weights of the unit."""
         return 0 < self.spared == self.calls
 
-    def before_backward(self) -> None:
+    # The first two are also hooks of nodes, which get gradients.
+
+    def before_backward(self, *gradients: Any) -> None:
         self.listener.enter(self)
 
-    def after_backward(self) -> None:
+    def after_backward(self, *gradients: Any) -> None:
         self.listener.after_call(self)
 
     def close(self) -> None:
@@ -102,7 +104,7 @@ class Activity:
         to_run: for a unit of several modules: ids of those that have not run in this forward.
         visits: visits whose backward runs.
         entered: whether the running backward has reached this unit.
-        unfinished: visits whose backward may still come and for which memory is kept.
+        unfinished: visits whose backward may still come and for which memory is kept, weakly.
     """
 
     __slots__ = ("calls", "entered", "to_run", "unfinished", "visits")
@@ -112,7 +114,11 @@ class Activity:
         self.to_run: set[int] = set()
         self.visits: set[Visit] = set()
         self.entered = False
-        self.unfinished: weakref.WeakSet[Visit] = weakref.WeakSet()
+        self.unfinished: set[weakref.ref[Visit]] = set()
+
+    def expect(self, visit: Visit) -> None:
+        """Note that the backward of a visit may come, until its graph is gone."""
+        self.unfinished.add(weakref.ref(visit, self.unfinished.discard))
 
     @property
     def busy(self) -> bool:

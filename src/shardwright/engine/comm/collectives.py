@@ -235,7 +235,8 @@ class Communicator:
                 return self._begin_on_host("reduce", announce, *ways, (outputs, inputs, division))
             assert self.group is not None
             options = self._scatter_options[division.average]
-            outputs, inputs = real_parts(outputs), real_parts(inputs)
+            if inputs[0].is_complex():
+                outputs, inputs = real_parts(outputs), real_parts(inputs)
             if len(inputs) == 1:
                 work = reduce_scatter_of(self.group)(outputs[0], inputs[0], options)
             else:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import compress, repeat
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +28,8 @@ from shardwright.engine.memory import Owner, Slab
 from shardwright.engine.tensors.parameter import ManagedParameter, is_cut_like
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.tensors.summed import EngineHook, only_engine_hooks
+
+_gradient_of: Callable[[torch.Tensor], Any] = operator.attrgetter("grad")
 
 
 class GradientShard:
@@ -205,7 +210,7 @@ class OnDevice:
 
     def _has_no_gradients(self) -> bool:
         with quick_attributes():
-            return all([p.grad is None for p in self._packer.shardeds])
+            return all(map(is_, map(_gradient_of, self._packer.shardeds), repeat(None)))
 
     def _fresh_shard(self) -> GradientShard:
         shard = self._shard
@@ -230,9 +235,10 @@ class OnDevice:
             shard.locals[i].copy_(
                 self._packer.parameters[i].cut.packed_view(output, self._packer.packing.parts[i].offset)
             )
-        for i, (parameter, gradient) in enumerate(zip(self._packer.shardeds, shard.dtensors, strict=True)):
-            if used is None or used[i]:
-                parameter.grad = gradient
+        parameters, gradients = self._packer.shardeds, shard.dtensors
+        if used is not None:
+            parameters, gradients = list(compress(parameters, used)), list(compress(gradients, used))
+        deque(map(setattr, parameters, repeat("grad"), gradients), maxlen=0)
 
     def _ours(self) -> bool:
         shard = self._shard
@@ -296,7 +302,7 @@ class OnDevice:
         if shard is None or not shard.leased:
             return
         with quick_attributes():
-            if any([p.grad is g for p, g in zip(self._packer.shardeds, shard.dtensors, strict=True)]):
+            if any(map(is_, map(_gradient_of, self._packer.shardeds), shard.dtensors)):
                 return
         if shard.exclusive():
             shard.release()

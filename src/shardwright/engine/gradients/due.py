@@ -16,14 +16,15 @@ class Held(IntEnum):
 class Due(Enum):
     """The next action, and what the unit holds after it."""
 
+    leaves: Held
+
     HOLD = "add full gradients to those held", Held.WHOLE
     SCATTER = "sum over the ranks that shard gradients, and hold the sums", Held.SUMS
     FINISH = "reduce full gradients and sums", Held.NOTHING
     FINISH_SUMS = "reduce sums, if there are no full gradients", Held.NOTHING
 
-    @property
-    def leaves(self) -> Held:
-        return self.value[1]
+    def __init__(self, action: str, leaves: Held) -> None:
+        self.leaves = leaves
 
 
 def due(*, sync: bool, completes: bool, finishes_late: bool, held: Held, needed: bool) -> Due:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import reduce
-from itertools import groupby
+from itertools import groupby, repeat
+from operator import attrgetter, is_not
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from shardwright.engine.compat.private import chunk_cat, grad_of, quick_attributes, set_grad
+from shardwright.engine.compat.private import chunk_cat, grad_of, quick_attributes, requires_grad_of, set_grad
 from shardwright.engine.layout import GradientPart, Packing, UnitLayout
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.tensors.ranks import Ranks
 
 #: An item of a packing: a parameter's number, zeros, or the numbers and offsets of 0-d parameters and their size.
 PackedPart = int | torch.Tensor | tuple[tuple[tuple[int, int], ...], int]
+
+_dtype_of: Callable[[Any], torch.dtype] = attrgetter("dtype")
+_full_of: Callable[[ManagedParameter], torch.Tensor] = attrgetter("full")
 
 #: The newest zeros for padding. They live as long as a packer uses them.
 _zeros: WeakValueDictionary[tuple[torch.dtype, torch.device], torch.Tensor] = WeakValueDictionary()
@@ -28,6 +34,11 @@ def _shared_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch
     if zeros is None or zeros.numel() < numel:
         zeros = _zeros[dtype, device] = torch.zeros(numel, dtype=dtype, device=device)
     return zeros
+
+
+def forget_zeros() -> None:
+    """Let new packers make zeros of their own, as in a new process, also while a model from before lives."""
+    _zeros.clear()
 
 
 class Packer:
@@ -56,10 +67,14 @@ class Packer:
         #: The shared zeros of which items are views.
         self._padding: list[torch.Tensor] = []
         self._items = self._plan_items(dtype)
+        #: Whether the packing has all gradients, one after another, and nothing else.
+        self._is_in_order = [i for i in self._items if type(i) is int] == list(range(len(self._items)))
         #: Whether gradients are packed without an earlier cast.
         self._plain = bool(packing.shared) or all(
             p.spec.is_natural and p.spec.shape and part.chunk for p, part in self.pairs()
         )
+        #: Whether gradients are also not those of tensor-parallel parameters.
+        self._is_simple = self._plain and all(p.cut.parallel is None for p in self.parameters)
 
     def pairs(self) -> list[tuple[ManagedParameter, GradientPart]]:
         return list(zip(self.parameters, self.packing.parts, strict=True))
@@ -71,10 +86,13 @@ class Packer:
         """
         with quick_attributes():
             gradients, present = self._take_gradients(fill)
-        tensors = [
-            gradients[item] if type(item) is int else self._packed_item(item, gradients)
-            for item in self._items
-        ]
+        if self._is_in_order:
+            tensors = gradients
+        else:
+            tensors = [
+                gradients[item] if type(item) is int else self._packed_item(item, gradients)
+                for item in self._items
+            ]
         flags = self._flags
         if present is not None:
             flags = flags.clone()
@@ -86,13 +104,15 @@ class Packer:
         return tensors, present
 
     def _take_gradients(self, fill: bool) -> tuple[list[torch.Tensor], list[bool] | None]:
+        fulls = list(map(_full_of, self.parameters))
+        found = list(map(grad_of, fulls))
+        deque(map(set_grad, fulls, repeat(None)), maxlen=0)
+        if self._copies_all(found):
+            return found, None  # type: ignore[return-value]
         gradients: list[torch.Tensor] = []
         present: list[bool] | None = None
         dtype, n = self.dtype, self._ranks.parts
-        for i, parameter in enumerate(self.parameters):
-            full = parameter.full
-            gradient = grad_of(full)
-            set_grad(full, None)
+        for i, (parameter, gradient) in enumerate(zip(self.parameters, found, strict=True)):
             # Without parameters that were frozen since forward, as in autograd.
             if gradient is None or not self.shardeds[i].requires_grad:
                 if not (fill and self.shardeds[i].requires_grad):
@@ -102,7 +122,7 @@ class Packer:
                 shape = parameter.spec.shape
                 gradient = torch.zeros(shape, dtype=dtype, device=self._flags.device)
             else:
-                if parameter.view is not full:
+                if parameter.cut.parallel is not None:
                     gradient = parameter.cut.parallel.gradient(gradient, self.packing.reduce_dtype)  # type: ignore[union-attr]
                 if gradient.dtype != dtype:
                     gradient = gradient.to(dtype)
@@ -111,6 +131,15 @@ class Packer:
                 gradient = gradient.expand(n, 1) if spec.replicated else gradient.permute(spec.order)
             gradients.append(gradient)
         return gradients, present
+
+    def _copies_all(self, found: list[torch.Tensor | None]) -> bool:
+        """Whether all gradients are there and are packed as they are."""
+        return (
+            self._is_simple
+            and all(map(is_not, found, repeat(None)))
+            and all(map(requires_grad_of, self.shardeds))
+            and set(map(_dtype_of, found)) == {self.dtype}
+        )
 
     def _plan_items(self, dtype: torch.dtype) -> list[PackedPart]:
         """The items of the packing in order: numbers of parameters, zeros, and 0-d parameters that share a segment."""
@@ -181,7 +210,7 @@ class Packer:
     def has_gradients(self) -> bool:
         """Whether a parameter has a full gradient."""
         with quick_attributes():
-            return any([grad_of(p.full) is not None for p in self.parameters])
+            return any(map(is_not, map(grad_of, map(_full_of, self.parameters)), repeat(None)))
 
     def drop(self) -> None:
         """Drop the full gradients."""

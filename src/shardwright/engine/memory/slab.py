@@ -93,6 +93,9 @@ def observe(observer: Observer) -> Iterator[None]:
 
 def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
     """Give a storage another size. 0 frees its memory."""
+    if not observers:
+        storage.resize_(nbytes)
+        return
     for observer in observers:
         observer.resizes(storage, nbytes)
     storage.resize_(nbytes)

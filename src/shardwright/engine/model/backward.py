@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from shardwright.engine import heartbeat as boards
@@ -40,7 +42,8 @@ class Backward:
         if visit not in activity.visits:
             return
         activity.visits.discard(visit)
-        activity.unfinished.discard(visit)
+        if activity.unfinished:
+            activity.unfinished.discard(weakref.ref(visit))
         root.visits.leave(visit)
         if not activity.visits and weights.parameters:
             if not activity.calls:  # else this backward ran inside the unit's own forward

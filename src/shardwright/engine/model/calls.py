@@ -211,7 +211,7 @@ def _show_lasting(unit: Unit, root: Root, frame: Frame, kind: type[Lasting]) -> 
         visit.hosts.append(host)
     lasting = unit.weights.forms.lasting = kind(unit.weights.parameters, visit)
     if unit.stepping is not None and lasting.has_graph:
-        unit.activity.unfinished.add(visit)
+        unit.activity.expect(visit)
 
 
 def _is_marked(unit: Unit, recomputing: bool) -> bool:
@@ -234,7 +234,7 @@ def _mark(unit: Unit, root: Root, frame: Frame, args: Any, kwargs: Any, recomput
     visit.calls += 1
     visit.endless |= not marked
     if unit.site.neighbours is not None or unit.stepping is not None:
-        unit.activity.unfinished.add(visit)
+        unit.activity.expect(visit)
     return args, kwargs
 
 
@@ -259,7 +259,7 @@ def _lend(unit: Unit, root: Root, frame: Frame, lasting: type[Lasting] | None) -
         guest = root.visits.of(unit, BACKWARD, recomputing=True)
         guest.calls += 1
         if unit.stepping is not None:
-            unit.activity.unfinished.add(guest)
+            unit.activity.expect(guest)
         frame.visit.guests.append(guest)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -66,6 +66,7 @@ class Root:
         full_precision_in_eval: whether root calls in eval mode compute with weights in their storage dtypes.
         full_precision: whether the running or last root call does so.
         begun_step: the running step of an optimizer with parameters of this model.
+        task: returns the callback at the end of the backward; None if there is none, or if the backward has failed.
     """
 
     def __init__(self, units: list[Unit], names: list[str]) -> None:
@@ -79,7 +80,7 @@ class Root:
         self.is_last_backward = True
         self.selected: Collection[Unit] | None = None
         self.begun_step: BegunStep | None = None
-        self._task: weakref.ref[_Task] | None = None
+        self.task: Callable[[], _Task | None] = _no_task
         options = units[0].options
         depth, nbytes = prefetch_budget(options.prefetch)
         self.pools = Pools(options.memory, depth, options.strict)
@@ -209,21 +210,23 @@ class Root:
     @property
     def in_backward(self) -> bool:
         """Whether a backward that has reached this model runs, and has not failed."""
-        return self.backward and self._task is not None and self._task() is not None
+        return self.backward and self.task() is not None
 
     def enter_backward(self) -> None:
         """Backward has reached this model. At the first time, register a callback for its end."""
-        self.recover_if_failed()
-        if not self.backward:
-            task = _Task(self)
-            queue_callback(task)
-            self._task = weakref.ref(task)
-            self.backward = True
-            self.agreement.streams.note_current()
-            if self.caller is None:
-                self._enter(END_BACKWARD)
-                self.compute_as(False)
-            self.clock.turn()
+        if self.backward:
+            if self.task() is not None:
+                return
+            self.recover()  # the last backward raised before its end
+        task = _Task(self)
+        queue_callback(task)
+        self.task = weakref.ref(task)
+        self.backward = True
+        self.agreement.streams.note_current()
+        if self.caller is None:
+            self._enter(END_BACKWARD)
+            self.compute_as(False)
+        self.clock.turn()
 
     def backward_reaches(self, visit: Visit) -> None:
         """Gather the unit whose backward comes next, beside this unit's backward."""
@@ -379,8 +382,12 @@ class _Task:
             boards.at(boards.OUTSIDE)
         except BaseException:
             # The exception keeps this object alive, and code that handles the error may call the model.
-            self._root._task = None
+            self._root.task = _no_task
             raise
+
+
+def _no_task() -> None:
+    return None
 
 
 @torch.inference_mode(False)
@@ -467,7 +474,7 @@ def _backward_failed(error: BaseException) -> None:
     only_one = len(_backwards) == 1
     for root in list(roots):
         if root.backward and only_one:
-            root._task = None
+            root.task = _no_task
         if root.backward and not root.in_backward and root.caller is None:
             root.agreement.leave(END_BACKWARD, error)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Sequence
+from itertools import repeat
+from operator import contains
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ def is_attached(tensor: torch.Tensor) -> bool:
 
 def any_attached(attributes: list[dict[str, Any]]) -> bool:
     """Whether any of these objects has the protocol among its attributes."""
-    return any(attributes) and any([_PRE in each for each in attributes])
+    return any(attributes) and any(map(contains, attributes, repeat(_PRE)))
 
 
 class Extension:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 
 import torch
 
@@ -13,7 +12,7 @@ from shardwright.engine.base.home import Place
 from shardwright.engine.base.offload import Host
 from shardwright.engine.base.settings import Settings, Transport
 from shardwright.engine.comm import separate, with_scatters
-from shardwright.engine.compat.private import annotate, quick_attributes
+from shardwright.engine.compat.private import annotate, quick_attributes, requires_grad_of
 from shardwright.engine.gradients.due import Due, Held, due
 from shardwright.engine.gradients.reduction import Reduction
 from shardwright.engine.layout import GradientDtypes, Packing, plan_packing
@@ -73,7 +72,7 @@ class Gradients:
     def follow_requires_grad(self, settings: Settings) -> bool:
         """Copy ``requires_grad`` from the sharded parameters. Returns whether it had changed."""
         with quick_attributes():
-            trainable = tuple([p.requires_grad for p in self._weights.forms.shardeds])
+            trainable = tuple(map(requires_grad_of, self._weights.forms.shardeds))
         if trainable == self._trainable:
             return False
         self.finish(settings)
@@ -164,10 +163,11 @@ class Gradients:
 
     def go_on(self, label: str) -> bool:
         """Issue the collectives after the reduce-scatter. Returns whether there were any."""
-        if not any([reduction.goes_on for reduction in self.reductions]):
+        rest = [reduction for reduction in self.reductions if reduction.goes_on]
+        if not rest:
             return False
         with annotate("all_reduce", label):
-            for reduction in self.reductions:
+            for reduction in rest:
                 reduction.go_on()
         return True
 
@@ -264,8 +264,11 @@ class Gradients:
             mine.take_held(other)
 
     def release_unused(self) -> None:
-        for reduction in dict.fromkeys((*self.reductions, *chain.from_iterable(self._plans.values()))):
+        for reduction in self.reductions:
             reduction.release_unused()
+        for plan in self._plans.values() if len(self._plans) > 1 else ():
+            for reduction in plan:
+                reduction.release_unused()
 
     # -- on their way to the host --------------------------------------------------------------------------------
 

@@ -117,11 +117,10 @@ def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, bool, i
             tensors[id(tensor)] = tensor
         return tensor
 
-    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        find(args[0])
-    else:
-        for value in (*args, *kwargs.values()):
-            map_tensors(find, value, mutable=False)
+    if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+        return _mark_input(visit, args[0])
+    for value in (*args, *kwargs.values()):
+        map_tensors(find, value, mutable=False)
     if not tensors:
         return args, kwargs, False, next_sequence_number()
     results = _AfterBackward.apply(visit, *tensors.values())
@@ -137,9 +136,23 @@ def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, bool, i
     return args, kwargs, True, sequence_number(results[0])
 
 
+def _mark_input(visit: Visit, tensor: torch.Tensor) -> tuple[Any, Any, bool, int]:
+    """:func:`mark_inputs` of a call whose only input is a plain tensor: a node of torch takes less time than ours."""
+    if not tensor.requires_grad:
+        return (tensor,), {}, False, next_sequence_number()
+    marked = tensor[...]  # an alias, unlike a view it has no operation in backward
+    node: Any = marked.grad_fn
+    node.register_hook(visit.after_backward)  # after the hooks of an output, which may be this input
+    return (marked,), {}, True, node._sequence_nr()
+
+
 def opaque_or_mutable(args: Any, kwargs: Any) -> list[Any]:
     """Inputs that a call may put tensors into: lists, dicts, caches."""
-    return [v for v in (*args, *kwargs.values()) if not isinstance(v, _PLAIN) and not _is_short(v)]
+    return [
+        value
+        for value in (*args, *kwargs.values())
+        if type(value) is not torch.Tensor and not isinstance(value, _PLAIN) and not _is_short(value)
+    ]
 
 
 def _is_short(value: Any) -> bool:
@@ -163,15 +176,14 @@ def mark_outputs(visit: Visit, output: Any, entry: int) -> bool:
                 nodes.append(base.grad_fn)
         return tensor
 
-    map_tensors(find, output)
-    for tensor in hidden_tensors(output):
-        find(tensor)
-
-    def before(gradients: Any) -> None:
-        visit.before_backward()
-
+    if type(output) is torch.Tensor:
+        find(output)
+    else:
+        map_tensors(find, output)
+        for tensor in hidden_tensors(output):
+            find(tensor)
     for node in nodes:
-        node.register_prehook(before)
+        node.register_prehook(visit.before_backward)
     return bool(nodes)
 
 
@@ -239,26 +251,22 @@ class StashedTensors:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = [weakref.ref(m) for m in modules]
-        self._attributes: list[tuple[int, tuple[str, ...]]] = [(-1, ())] * len(modules)
+        self._sizes: list[int] = []  #: numbers of the modules' attributes when :attr:`_names` was made
+        self._names: list[tuple[weakref.ref[nn.Module], list[str]]] = []  #: attributes that may have tensors
+        self._buffers: list[dict[str, torch.Tensor | None]] = []
 
     def find(self, containers: list[Any]) -> list[torch.Tensor]:
         """All such tensors, and tensors in ``containers`` among a call's inputs."""
         tensors: list[torch.Tensor] = (
             list(hidden_tensors([_Opaque(c) for c in containers])) if containers else []
         )
-        for i, ref in enumerate(self._modules):
+        sizes = [len(module.__dict__) for ref in self._modules if (module := ref()) is not None]
+        if sizes != self._sizes:
+            self._look(sizes)
+        for ref, names in self._names:
             module = ref()
-            if module is None:
-                continue
-            attributes = module.__dict__
-            size, names = self._attributes[i]
-            if size != len(attributes):
-                constants = getattr(type(module), "__constants__", ())  # such as in_features
-                settings = _OF_EVERY_MODULE.union((constants,) if isinstance(constants, str) else constants)
-                names = tuple(name for name in attributes if name not in settings)
-                self._attributes[i] = (len(attributes), names)
-            for name in names:
-                value: Any = attributes.get(name)
+            for name in names if module is not None else ():
+                value: Any = module.__dict__.get(name)
                 kind = type(value)
                 if kind in _NO_CONTAINER:
                     continue
@@ -268,9 +276,22 @@ class StashedTensors:
                     if kind is tuple and type(value[0]) in _NO_CONTAINER:
                         continue  # a shape or the like
                     tensors.extend(hidden_tensors([_Opaque(value)]))
-            if module._buffers:
-                tensors.extend(t for t in module._buffers.values() if t is not None)
+        if any(self._buffers):
+            tensors.extend(t for buffers in self._buffers for t in buffers.values() if t is not None)
         return tensors
+
+    def _look(self, sizes: list[int]) -> None:
+        """Find the attributes that may have tensors, because modules have got other attributes."""
+        self._names, self._buffers = [], []
+        for ref in self._modules:
+            module = ref()
+            if module is not None:
+                constants = getattr(type(module), "__constants__", ())  # such as in_features
+                settings = _OF_EVERY_MODULE.union((constants,) if isinstance(constants, str) else constants)
+                if names := [name for name in module.__dict__ if name not in settings]:
+                    self._names.append((ref, names))
+                self._buffers.append(module._buffers)
+        self._sizes = sizes
 
 
 def mark_made(visit: Visit, tensors: list[torch.Tensor], entry: int) -> bool:

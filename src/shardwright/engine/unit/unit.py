@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -268,22 +269,21 @@ _LARGE = 1 << 15  #: elements of a gradient that takes longer to compute than th
 def _gradient_listener(unit: Unit, device: torch.device) -> Callable[[torch.Tensor], None]:
     """Called with each parameter whose full gradient is complete for this backward."""
     ref = weakref.ref(unit)
+    # Reductions of the CPU's memory end on the host. Their buffers are freed between large gradients of the next unit,
+    # so that they do not add to all of its gradients.
+    large = _LARGE if device.type == "cpu" else sys.maxsize
 
     def on_gradient(full: torch.Tensor) -> None:
         unit = ref()
-        if unit is not None and not (
-            unit.activity.entered and unit.root is not None and unit.root.in_backward
-        ):
+        if unit is None:
+            return
+        root = unit.root
+        if root is None or not unit.activity.entered or root.task() is None:
             unit.on_gradient(full)
-
-    def on_gradient_on_host(full: torch.Tensor) -> None:
-        on_gradient(full)
-        if full.numel() >= _LARGE and (unit := ref()) is not None and unit.root is not None:
+        if full.numel() >= large and unit.root is not None:
             unit.root.reductions.collect()
 
-    # Reductions of the CPU's memory end on the host. Their buffers are freed between large gradients of the next unit,
-    # so that they do not add to all of its gradients.
-    return on_gradient_on_host if device.type == "cpu" else on_gradient
+    return on_gradient
 
 
 def _data_listener(unit: Unit) -> Callable[[torch.Tensor], None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
+from operator import is_not
 from typing import Any
 
 from torch import nn
@@ -27,15 +29,14 @@ class ModuleWatch:
     """
 
     __slots__ = (
-        "_child_count",
         "_child_ids",
         "_children",
         "_empty",
+        "_empty_names",
         "_ignored",
         "_ignored_modules",
-        "_parents",
         "_registries",
-        "_slot_count",
+        "_sizes",
         "borrowed",
         "lenders",
         "paused",
@@ -76,19 +77,22 @@ class ModuleWatch:
         modules = [m for top in self.modules() for _, m in own_modules(top)]
         self._registries = [m._parameters for m in modules]
         self._children = [m._modules for m in modules]
-        self._slot_count = sum(map(len, self._registries))
-        self._child_count = sum(map(len, self._children))
-        self._parents = [children for children in self._children if children]
+        self._sizes = self._sizes_of_registries()
         self._child_ids = self._ids_of_children()
-        self._empty = [(r, name) for r in self._registries for name, p in r.items() if p is None]
+        empty = [(r, name) for r in self._registries for name, p in r.items() if p is None]
+        self._empty, self._empty_names = [r for r, _ in empty], [name for _, name in empty]
         self.stash = StashedTensors(modules)
 
     def look_again_later(self) -> None:
         """After a failure while the unit's memory was made: let the next check find a change."""
-        self._child_count = -1  # impossible as a number of modules
+        self._sizes = []  # impossible, since there are modules
+
+    def _sizes_of_registries(self) -> list[int]:
+        """The numbers of parameters and of children of each module."""
+        return [*map(len, self._registries), *map(len, self._children)]
 
     def _ids_of_children(self) -> list[int]:
-        return [id(child) for children in self._parents for child in children.values()]
+        return list(map(id, chain.from_iterable(map(dict.values, self._children))))
 
     def changed(self, shows: Callable[[Any], bool]) -> bool:
         """Whether parameters or modules have changed, or a borrowed parameter was replaced.
@@ -96,14 +100,11 @@ class ModuleWatch:
         ``shows`` returns whether another unit shows full parameters now.
         """
         if (
-            sum(map(len, self._registries)) != self._slot_count
-            or sum(map(len, self._children)) != self._child_count
+            self._sizes_of_registries() != self._sizes
             or self._ids_of_children() != self._child_ids
+            or any(map(is_not, map(dict.get, self._empty, self._empty_names), repeat(None)))
         ):
             return True
-        for registry, name in self._empty:
-            if registry.get(name) is not None:
-                return True
         for sharded, slot in self.borrowed:
             lender = unit_of(sharded)
             if lender is None or not (shows(lender) or slot.holds(sharded)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
+from typing import Any
 
 from shardwright.engine.compat.private import local_of
 from shardwright.engine.tensors.extension import any_attached
@@ -22,11 +24,15 @@ class Forms:
     """
 
     __slots__ = (
+        "_fulls",
         "_local_attributes",
         "_locals",
+        "_names",
         "_other_slots",
         "_parameters",
         "_plain_slots",
+        "_registries",
+        "_shardeds",
         "ever_shown",
         "full_shown",
         "lasting",
@@ -51,6 +57,9 @@ class Forms:
             for slot in p.slots
             if slot.registry is not None
         ]
+        # The same in columns, for loops in C.
+        columns = [list(column) for column in zip(*self._plain_slots, strict=True)] or [[], [], [], []]
+        self._registries, self._names, self._shardeds, self._fulls = columns
         self._other_slots = [p for p in parameters if any(slot.registry is None for slot in p.slots)]
         self.shardeds = [p.sharded for p in parameters]
         self._locals = [p.local for p in parameters]
@@ -61,10 +70,18 @@ class Forms:
         """Whether the modules hold the sharded parameters, over their shards. A quick check."""
         return not (
             self._other_slots
-            or any([registry.get(name) is not sharded for registry, name, sharded, _ in self._plain_slots])
+            or not self._hold(self._shardeds)
             or any(map(operator.is_not, map(local_of, self.shardeds), self._locals))  # type: ignore[arg-type]
             or any_attached(self._local_attributes)
         )
+
+    def _hold(self, forms: list[Any]) -> bool:
+        """Whether all modules that keep their parameters in a plain registry hold these forms."""
+        return all(map(operator.is_, map(dict.get, self._registries, self._names), forms))
+
+    def _put(self, forms: list[Any]) -> None:
+        """Let all of these modules hold these forms."""
+        deque(map(operator.setitem, self._registries, self._names, forms), maxlen=0)
 
     def show_full(self) -> None:
         """Show the full parameters. If a module holds another object than the sharded parameter, the user's object
@@ -72,17 +89,23 @@ class Forms:
         if self.full_shown:
             return
         self.full_shown = self.ever_shown = True  # set first, so that an interrupted loop is undone
-        for registry, name, sharded, full in self._plain_slots:
-            if registry.get(name) is sharded:
-                registry[name] = full
+        if self._hold(self._shardeds):
+            self._put(self._fulls)
+        else:
+            for registry, name, sharded, full in self._plain_slots:
+                if registry.get(name) is sharded:
+                    registry[name] = full
         for p in self._other_slots:
             p.show(p.full)
 
     def show_sharded(self) -> None:
         """Show the sharded parameters. Objects of the user stay, as in :meth:`show_full`."""
-        for registry, name, sharded, full in self._plain_slots:
-            if registry.get(name) is full:
-                registry[name] = sharded
+        if self._hold(self._fulls):
+            self._put(self._shardeds)
+        else:
+            for registry, name, sharded, full in self._plain_slots:
+                if registry.get(name) is full:
+                    registry[name] = sharded
         for p in self._other_slots:
             p.show(p.sharded)
         self.full_shown = False

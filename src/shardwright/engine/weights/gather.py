@@ -239,14 +239,16 @@ class Gather:
         if self._moves_nothing:
             # The optimizer may still write to the shards, on a stream of the user's.
             return Pending(self.comm.streams, None, self.comm.streams.mark_of_events())
-        parcel = Parcel(self, place, epoch)
-        for stage in self._stages:
-            stage.begin(parcel)
-        announce = place.home.agreement.announce_gather(place.number, self.comm, parcel.nbytes, self.detail)
-        outputs, inputs = parcel.outputs, parcel.inputs
+        outputs, inputs, nbytes, casts = self.outputs, self.inputs, self.nbytes, _NO_MOVES
+        if self._stages:
+            parcel = Parcel(self, place, epoch)
+            for stage in self._stages:
+                stage.begin(parcel)
+            outputs, inputs, nbytes, casts = parcel.outputs, parcel.inputs, parcel.nbytes, parcel.casts
+        announce = place.home.agreement.announce_gather(place.number, self.comm, nbytes, self.detail)
         if self.comm.group is None:  # one rank compares no headers
             outputs, inputs = outputs[:-1], inputs[:-1]
-        return self.comm.all_gather(outputs, inputs, parcel.casts, None, announce)
+        return self.comm.all_gather(outputs, inputs, casts, None, announce)
 
     def end(self) -> None:
         """Called after the gather was waited for."""

@@ -12,6 +12,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import compress
 
 import torch
 
@@ -23,7 +24,7 @@ NEVER = -1  #: the epoch of memory without weights
 _version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
-def _versions_of(tensors: list[torch.Tensor]) -> list[int]:
+def _versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     with quick_attributes():
         return list(map(_version_of, tensors))
 
@@ -50,18 +51,13 @@ class Ledger:
         versions, earlier = _versions_of(self._watched), self._versions
         if versions == earlier:
             return []
-        pairs = range(0, len(versions), 2)
-        if behind := [
-            i + 1 for i in pairs if versions[i] != earlier[i] and versions[i + 1] == earlier[i + 1]
-        ]:
+        moved = list(map(operator.ne, versions, earlier))
+        own, local = moved[::2], moved[1::2]
+        if any(map(operator.gt, own, local)):
             # So that graphs over the shard, or over full parameters that are the shard, notice the edit.
-            increment_version([self._watched[i] for i in behind])
+            increment_version(list(compress(self._watched[1::2], map(operator.gt, own, local))))
             versions = _versions_of(self._watched)
-        changed = list(
-            dict.fromkeys(
-                i // 2 for i, (new, old) in enumerate(zip(versions, earlier, strict=True)) if new != old
-            )
-        )
+        changed = list(compress(range(len(own)), map(operator.or_, own, local)))
         self.epoch += 1
         for i in changed:
             self._edited[i] = self.epoch
@@ -119,12 +115,12 @@ class FullCounters:
         self._versions, self._advancing = self._read(), None
 
     def _read(self) -> list[int]:
-        return _versions_of(self.tensors) if self._real is None else self._real
+        return _versions_of(self._all) if self._real is None else self._real
 
     def hide(self) -> None:
         """Let autograd refuse saved tensors over the parameters, because their weights are not gathered."""
         if self._real is None and self._all:
-            self._real = _versions_of(self.tensors)
+            self._real = _versions_of(self._all)
             set_versions(self._all, self._number)
 
     def show(self) -> None:
@@ -136,14 +132,17 @@ class FullCounters:
 
     def advance(self, tensors: Sequence[torch.Tensor]) -> None:
         """Increase these tensors' counters without an edit. Edits that no check has found yet still count."""
-        hidden = self._real is not None
-        self.show()
         self._end_advance()
-        self._advancing = self._read()
-        increment_version(tensors)
-        self._end_advance()
-        if hidden:
-            self.hide()
+        if self._real is None:
+            self._advancing = self._read()
+            increment_version(tensors)
+            self._end_advance()
+            return
+        ids = set(map(id, tensors))
+        more = list(map(ids.__contains__, map(id, self.tensors)))
+        real = list(map(operator.add, self._real, more))
+        versions = list(map(operator.add, self._versions, more))
+        self._real, self._versions = real, versions  # nothing can raise between the two
 
     def _end_advance(self) -> None:
         """Count the numbers by which :meth:`advance` has increased the counters as no edits."""
@@ -155,8 +154,9 @@ class FullCounters:
 
     def moved(self) -> bool:
         """Whether any was edited since the last check."""
-        self._end_advance()
-        return self._read() != self._versions
+        if self._advancing is not None:
+            self._end_advance()
+        return (_versions_of(self._all) if self._real is None else self._real) != self._versions
 
     def look(self) -> set[int]:
         """The ids of the tensors that were edited since the last check."""

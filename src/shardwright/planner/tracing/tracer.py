@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardwright.engine import delivery
+from shardwright.engine import delivery, forget_zeros
 from shardwright.engine.comm import use_streams
 from shardwright.engine.compat import absent_ranks, watch_reads, watch_resizes
 from shardwright.engine.memory import Slab, observe
@@ -70,6 +70,7 @@ def trace(
         AbsentDeviceError: inside the context, code uses a GPU.
     """
     recorder = Recorder()
+    forget_zeros()  # of an earlier trace, or this one would seem to need none
     with _naming_lines_that_use_gpus(), ExitStack() as stack:
         stack.enter_context(without_collections())  # one would free their blocks at a random event
         stack.enter_context(warnings.catch_warnings())

@@ -173,7 +173,7 @@ def _as_blocks_see_it(config: Config) -> Config:
 def composed_program(
     config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda", shared: Shared | None = None
 ) -> Program | None:
-    """The same program, from those of three shorter jobs: with fewer layers or micro-batches.
+    """The same program, from those of two or three shorter jobs: with fewer layers or micro-batches.
 
     None: their traces would not be shorter together, or do not agree on how a program grows. ``shared``: by its traces.
     """
@@ -185,21 +185,20 @@ def composed_program(
         # With one part more the ends may differ no longer, or a size has crossed the edge, and with two.
         leasts = [series.least, series.least + 1, series.least + 2]
         while leasts and series.saves(least := leasts.pop(0)):
-            for parts in range(least, least + 3):
+            of_traces = range(least, least + series.traces)
+            for parts in of_traces:
                 if parts not in programs:
                     shorter = series.of(parts)
                     programs[parts] = composed_program(shorter, ranks, kind, shared) or traced_program(
                         shorter, ranks, kind, shared=shared
                     )
-            three = [programs[least + i] for i in range(3)]
             try:
-                program = compose(three, least, series.parts, SMALL)
+                program = compose([programs[parts] for parts in of_traces], least, series.parts, SMALL)
             except Crossing as crossing:
                 leasts = [crossing.layers]
                 continue
             if program is not None:
-                first, second, _ = three
-                more = series.parts - least
+                first, second, more = programs[least], programs[least + 1], series.parts - least
                 program.tokens = first.tokens + more * (second.tokens - first.tokens)
                 program.model_flops = first.model_flops + more * (second.model_flops - first.model_flops)
                 return program

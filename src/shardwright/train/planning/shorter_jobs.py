@@ -31,15 +31,17 @@ class Series:
         parts: of the configuration that is planned.
         least: parts with which the first and the last ones no longer change.
         of: the configuration with so many parts.
+        traces: configurations from which a plan is made, each with one part more than the one before.
     """
 
     parts: int
     least: int
     of: Callable[[int], Config]
+    traces: int = 2
 
     def saves(self, least: int) -> bool:
-        """Whether configurations of ``least`` parts and of one and two more have fewer parts together."""
-        return self.parts > 3 * least + 3
+        """Whether the configurations from which a plan is made, of ``least`` parts and more, have fewer together."""
+        return self.parts > sum(least + i for i in range(self.traces))
 
 
 def series_of(config: Config, ranks: int) -> Iterator[Series]:
@@ -65,7 +67,7 @@ def _of_micro_batches(config: Config, ranks: int) -> Series:
         train = config.train.model_copy(update={"global_batch": config.train.global_batch // count * parts})
         return config.model_copy(update={"train": train})
 
-    return Series(count, 2 * ENDS, of)
+    return Series(count, 2 * ENDS, of, _traces(config))
 
 
 def _of_layers(config: Config) -> Series | None:
@@ -94,9 +96,15 @@ def _of_layers(config: Config) -> Series | None:
     def of(parts: int) -> Config:
         return config.model_copy(update={"model": config.model.model_copy(update=keys(parts))})
 
-    series = Series(count, least, of)
+    series = Series(count, least, of, _traces(config))
     is_possible = not series.saves(least) or all(keys(least + i) is not None for i in range(4))
     return series if is_possible else None
+
+
+def _traces(config: Config) -> int:
+    """Two, and a third as a check if checkpoints are written beside the steps: the memory of the host for one has space
+    for names, which grows by steps."""
+    return 3 if config.checkpoint.asynchronous else 2
 
 
 def _repeated(items: Sequence[Hashable]) -> tuple[int, int, int]:

@@ -10,9 +10,10 @@ import torch
 from shardwright.train.config import Config
 from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.errors import UserError
+from shardwright.train.models.hf.building import config_of
 from shardwright.train.models.hf.context import check_divides
 from shardwright.train.models.hf.documents import separation_of
-from shardwright.train.models.hf.transformers_model import HuggingFaceModel, config_of, places_of_weights
+from shardwright.train.models.hf.transformers_model import HuggingFaceModel, places_of_weights
 
 
 def check(shape: HuggingFaceShape, config: Config) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwright.train.config.catalog.kinds import Layers
 from shardwright.train.config.shapes.foreign import CONFIG, HuggingFaceShape
-from shardwright.train.models.hf.transformers_model import HuggingFaceModel, config_of
+from shardwright.train.models.hf.building import build, config_of, units_in
 
 #: Attributes in which a layer has its own number.
 _INDEX = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"})
@@ -27,10 +27,12 @@ class Description(NamedTuple):
     """A model without its values.
 
     Attributes:
+        blocks: the name of the list of layers.
         layers: for each layer a value that is equal for layers that do the same.
         rest: the same of all other modules.
     """
 
+    blocks: str
     layers: tuple[Hashable, ...]
     rest: Hashable
 
@@ -43,10 +45,12 @@ def described(shape: HuggingFaceShape) -> Description:
         UserError: transformers cannot build the model.
     """
     with torch.device("meta"):
-        model = HuggingFaceModel(replace(shape, weights="pretrained"))  # which draws no values
-    blocks = model.units.blocks
+        model = build(replace(shape, weights="pretrained"))  # which draws no values
+    units = units_in(model, shape)
+    blocks = units.blocks
     inside = {module for block in blocks for module in block.modules()}
     return Description(
+        units.name,
         tuple(
             tuple(_described(name, module, i) for name, module in block.named_modules())
             for i, block in enumerate(blocks)
@@ -87,7 +91,8 @@ def layers_of(shape: HuggingFaceShape) -> Layers:
 def shape_with_layers(shape: HuggingFaceShape, kept: Sequence[int]) -> HuggingFaceShape | None:
     """The shape of the same model with these layers alone, in the order of their numbers.
 
-    In its config.json the number of layers is another one, and lists with an item for each layer have those items.
+    In its config.json the number of layers is another one, and lists with an item for each layer have those items. A
+    list of the numbers of all layers, such as that of all layers with experts, has the new numbers.
     None: the model of this config.json has other layers, or differs elsewhere.
     """
     whole = described(shape)
@@ -97,13 +102,14 @@ def shape_with_layers(shape: HuggingFaceShape, kept: Sequence[int]) -> HuggingFa
     values: dict[str, Any] = json.loads(settings.to_json_string(use_diff=False))
     for key, value in values.items():
         if isinstance(value, list) and len(value) == len(whole.layers):
-            values[key] = [value[i] for i in kept]
+            numbers = value == [*range(len(value))]
+            values[key] = [*range(len(kept))] if numbers else [value[i] for i in kept]
     depth = settings.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     if depth in values:
         values[depth] = len(kept)
     values["architectures"] = shape.config.get("architectures")
     shorter = replace(shape, path=str(_folder_with(json.dumps(values, sort_keys=True))))
-    expected = Description(tuple(whole.layers[i] for i in kept), whole.rest)
+    expected = Description(whole.blocks, tuple(whole.layers[i] for i in kept), whole.rest)
     return shorter if described(shorter) == expected else None
 
 

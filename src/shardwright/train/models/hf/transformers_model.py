@@ -10,12 +10,9 @@ import functools
 import hashlib
 import inspect
 import json
-import logging
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,18 +34,18 @@ from shardwright.train.config.shapes.hub import fetch_file, fetch_files, fetch_f
 from shardwright.train.config.shapes.rope_tables import one_place
 from shardwright.train.errors import UserError
 from shardwright.train.models.foreign.module import ADAPTER_PARAMETERS, PREFIX, ForeignModel
-from shardwright.train.models.foreign.units import Units, find_units
+from shardwright.train.models.foreign.units import Units
+from shardwright.train.models.hf.building import build, config_of, imported_transformers, units_in
 from shardwright.train.models.hf.context import Divided
+from shardwright.train.models.hf.counting import flops_of_model
 from shardwright.train.models.hf.documents import Separation, separation_of
-from shardwright.train.models.hf.flops import Uncountable, flops_of_sample
+from shardwright.train.models.hf.flops import Uncountable
 from shardwright.train.models.language_model import draws_numbers
 from shardwright.train.models.packed import IGNORED, within_trained
 
 _WEIGHTS = (SAFETENSORS_INDEX, "model.safetensors")
 #: Tensors of which a fingerprint has values. Each is a page of a file, which may be on a slow disk.
 _SAMPLED = 256
-#: Models with an attention that sees later tokens, beside those for masked language modelling.
-_NOT_CAUSAL = frozenset({"xlnet", "xlm", "xlm-prophetnet", "prophetnet", "cpmant"})
 #: Keys of configurations: how many experts a layer has, and how many of them a token uses.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _USED = ("num_experts_per_tok", "moe_k", "top_k")
@@ -75,8 +72,8 @@ class HuggingFaceModel(ForeignModel):
         """
         super().__init__()
         self.config = shape
-        self.model = _build(shape)
-        self.units: Units = _units(self.model, shape)
+        self.model = build(shape)
+        self.units: Units = units_in(self.model, shape)
         self.tied = self.units.tied
         values = self.model.config.get_text_config()
         self.draws = draws_numbers(self.model) or _has_dropout(values.to_dict())
@@ -177,7 +174,7 @@ class HuggingFaceModel(ForeignModel):
         added = sum(6 * p.numel() for name, p in own.items() if _is_adapter(name) and p.ndim == 2)
         frozen = frozenset(name for name, p in own.items() if not p.requires_grad and not _is_adapter(name))
         try:
-            return round(_traced_flops(self.config, seq_len, frozen, added > 0) / seq_len) + added
+            return round(flops_of_model(self.config, seq_len, frozen, added > 0) / seq_len) + added
         except Uncountable:
             return self._estimated_flops(seq_len) + added
 
@@ -199,12 +196,6 @@ class HuggingFaceModel(ForeignModel):
         heads = int(getattr(values, "num_attention_heads", 0) or 0)
         head = getattr(values, "head_dim", None) or int(getattr(values, "hidden_size", 0)) // max(1, heads)
         return round(share * (4 * weights + 2 * trained)) + 12 * attentions * heads * int(head) * seq_len
-
-
-@functools.lru_cache(64)
-def _traced_flops(shape: HuggingFaceShape, seq_len: int, frozen: frozenset[str], adapters: bool) -> float:
-    build = functools.partial(_build, replace(shape, weights="pretrained"))  # which draws no values
-    return flops_of_sample(build, lambda name: name not in frozen, seq_len, adapters)
 
 
 def _is_adapter(name: str) -> bool:
@@ -232,151 +223,6 @@ def balance_loss(of: type[nn.Module]) -> Callable[..., Tensor] | None:
 
 
 # -- building ----------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """transformers imports torchao and others, which warn about parts that nobody here asked for."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise UserError(
-            "model.kind: 'hf' needs transformers, which is not installed; install the extra hf"
-        ) from None
-    major = int(transformers.__version__.partition(".")[0])
-    if major < 5:
-        raise UserError(
-            f"model.kind: 'hf' needs transformers 5 or later, found {transformers.__version__}; install "
-            "the extra hf again"
-        )
-    return transformers
-
-
-def config_of(shape: HuggingFaceShape) -> Any:
-    """The configuration of transformers for a shape.
-
-    Raises:
-        UserError: transformers has no causal language model of this type, or the values do not fit it.
-    """
-    _transformers()
-    with _without_warnings():
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-        from transformers.models.auto.modeling_auto import (
-            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-            MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        )
-
-    values = _plain(shape.config)
-    kind = values["model_type"]
-    remote = values.pop("auto_map", None)
-    if kind not in CONFIG_MAPPING:
-        code = ""
-        if remote:
-            code = (
-                f"; its code is in files of {shape.path} (trust_remote_code), and shardwright executes no code of "
-                "models"
-            )
-        raise UserError(
-            f"model.path: expected a model type that transformers has, found {kind!r} in the {CONFIG} of "
-            f"{shape.path}{code}. Install a newer transformers, or set another model"
-        )
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(
-            f"model.path: expected a causal language model, found model type {kind!r} in {shape.path}, of which "
-            "transformers has none; set another model"
-        )
-    sees_all = kind in _NOT_CAUSAL or (
-        kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not values.get("is_decoder")
-    )
-    if sees_all:
-        raise UserError(
-            f"model.path: expected a causal language model, found {shape.path}, an encoder ({kind}): its tokens see "
-            "the tokens that they shall predict; set another model"
-        )
-    try:
-        with _without_warnings():
-            return CONFIG_MAPPING[kind].from_dict(values)
-    except Exception as error:  # of the checks of transformers, which have several classes
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"model.path: the {CONFIG} of {shape.path} is not one of a {kind}: {type(error).__name__}: {reason}"
-        ) from error
-
-
-def _plain(value: Any) -> Any:
-    """A copy of what config.json says. transformers writes infinite numbers as {"__float__": "Infinity"}."""
-    if isinstance(value, Mapping):
-        if value.keys() == {"__float__"}:
-            return float(value["__float__"])
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _build(shape: HuggingFaceShape) -> Any:
-    transformers = _transformers()
-    config = config_of(shape)
-    try:
-        drawn = _no_random_weights() if shape.weights == "pretrained" else contextlib.nullcontext()
-        with drawn, _without_warnings():
-            return transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=False
-            )
-    except (ImportError, KeyError, ValueError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"model.path: transformers cannot build the model of {shape.path}: {type(error).__name__}: {reason}"
-        ) from error
-
-
-_RANDOM = (
-    "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
-    "orthogonal_", "sparse_",
-)  # fmt: skip
-
-
-@contextlib.contextmanager
-def _no_random_weights() -> Iterator[None]:
-    """Random initialisers do nothing: files or a checkpoint replace their values. For 8 billion weights they take
-    minutes on every rank, deferred or not. Constants and tables are computed as always."""
-    from transformers import initialization
-
-    def nothing(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor
-
-    originals = [
-        (module, name, getattr(module, name))
-        for module in (nn.init, initialization)
-        for name in _RANDOM
-        if hasattr(module, name)
-    ]
-    for module, name, _ in originals:
-        setattr(module, name, nothing)
-    try:
-        yield
-    finally:
-        for module, name, function in originals:
-            setattr(module, name, function)
-
-
-def _units(model: Any, shape: HuggingFaceShape) -> Units:
-    return find_units(
-        model,
-        shape.blocks,
-        frozenset(model._no_split_modules or ()),
-        model.get_input_embeddings(),
-        model.get_output_embeddings(),
-    )
 
 
 def _float32_names(model: Any) -> frozenset[str]:
@@ -541,7 +387,7 @@ def config_json(shape: HuggingFaceShape) -> dict[str, Any]:
 
 
 def _architecture(shape: HuggingFaceShape) -> str:
-    _transformers()
+    imported_transformers()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[shape.config["model_type"]]
