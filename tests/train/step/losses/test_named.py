@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {"llama": {"n_kv_heads": 2}, "hybrid": HYBRID
 LOSSES: dict[str, dict[str, float]] = {
     "cross_entropy": {"label_smoothing": 0.2},
     "z_loss": {"weight": 0.01},
-    "tests.train.step.test_losses:focal": {"gamma": 1.5},
+    "tests.train.step.losses.test_named:focal": {"gamma": 1.5},
 }
 
 
@@ -86,7 +86,9 @@ def test_on_ranks(rank: int, world_size: int, case: tuple[str, dict[str, Any], i
 @multirank(1)
 def test_validation_measures_the_cross_entropy(rank: int, world_size: int) -> None:
     """So that runs with different losses compare: before the first step it is that of the same weights."""
-    found = [trainer(job(name), 0, 1) for name in ("auto", "z_loss", "tests.train.step.test_losses:focal")]
+    found = [
+        trainer(job(name), 0, 1) for name in ("auto", "z_loss", "tests.train.step.losses.test_named:focal")
+    ]
     first, *others = (validate(each).loss for each in found)
     assert others == [first] * 2
 
@@ -114,12 +116,12 @@ def test_gradients_of_chunks_are_those_of_the_function(ignored: bool) -> None:
         ("mean", "expected one floating-point number for each of .* tokens, found shape \\[\\]"),
         (
             "wrong",
-            "train.loss: 'tests.train.step.test_losses:wrong' raised KeyError: 'temperature' .*test_losses.py",
+            "train.loss: 'tests.train.step.losses.test_named:wrong' raised KeyError: 'temperature' .*test_named.py",
         ),
     ],
 )
 def test_a_wrong_function_is_named(rank: int, world_size: int, name: str, message: str) -> None:
-    started = trainer(job(f"tests.train.step.test_losses:{name}"), 0, 1)
+    started = trainer(job(f"tests.train.step.losses.test_named:{name}"), 0, 1)
     with pytest.raises((ExtensionError, ValueError), match=message):
         take_steps(started, 1)
     started.close()
@@ -132,8 +134,8 @@ def test_a_wrong_function_is_named(rank: int, world_size: int, name: str, messag
         ({"loss": "z_loss", "loss_arguments": {"gamma": 1}}, "gamma: loss 'z_loss' has no such argument"),
         ({"loss_arguments": {"weight": 1.0}}, "loss 'auto' has no such argument"),
         ({"loss": "z_loss", "loss_arguments": {"weight": "much"}}, "expected a number like 0.0001, found 'much'"),
-        ({"loss": "tests.train.step.test_losses:focal", "loss_arguments": {"g": 1}}, "unexpected keyword argument 'g'"),
-        ({"loss": "tests.train.step.test_losses:HYBRID"}, "expected a NamedLoss"),
+        ({"loss": "tests.train.step.losses.test_named:focal", "loss_arguments": {"g": 1}}, "unexpected keyword argument 'g'"),
+        ({"loss": "tests.train.step.losses.test_named:HYBRID"}, "expected a NamedLoss"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(values: dict[str, Any], message: str) -> None:
