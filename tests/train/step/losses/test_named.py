@@ -134,7 +134,7 @@ def test_a_wrong_function_is_named(rank: int, world_size: int, name: str, messag
         ({"loss": "z_loss", "loss_arguments": {"gamma": 1}}, "gamma: loss 'z_loss' has no such argument"),
         ({"loss_arguments": {"weight": 1.0}}, "loss 'auto' has no such argument"),
         ({"loss": "z_loss", "loss_arguments": {"weight": "much"}}, "expected a number like 0.0001, found 'much'"),
-        ({"loss": "tests.train.step.losses.test_named:focal", "loss_arguments": {"g": 1}}, "unexpected keyword argument 'g'"),
+        ({"loss": f"{__name__}:focal", "loss_arguments": {"g": 1}}, "unexpected keyword argument 'g'"),
         ({"loss": "tests.train.step.losses.test_named:HYBRID"}, "expected a NamedLoss"),
     ],
 )  # fmt: skip
