@@ -29,7 +29,8 @@ PUBLIC = {
 }
 #: Attributes with an underscore that are torch's or Python's.
 FOREIGN = {
-    "_local_tensor", "_spec", "_parameters", "_buffers", "_modules", "_version", "_base", "_schema", "_replace", "_asdict",
+    "_local_tensor", "_spec", "_parameters", "_buffers", "_modules", "_version", "_base", "_schema", "_replace",
+    "_asdict",
     "_fields", "_C", "_grad", "_make",
 }  # fmt: skip
 KINDS = ("public", "internal", "private")

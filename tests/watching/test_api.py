@@ -122,5 +122,5 @@ def test_page_explains_each_headline() -> None:
     text = PAGE.read_text()
     for kind in (diagnosis.BEHIND, diagnosis.OUTSIDE, diagnosis.ALONE, diagnosis.JOINED, diagnosis.MIXED):
         rank = 0 if kind == diagnosis.ALONE else 2
-        headline = diagnosis.Verdict(kind, (rank,), "", "", lost=False, step=4).headline
+        headline = diagnosis.Diagnosis(kind, (rank,), "", "", lost=False, step=4).headline
         assert f"`{headline.removeprefix('the job hangs in step 4: ')}`" in text

@@ -17,7 +17,7 @@ import pytest
 
 from shardwright.engine import heartbeat as boards
 from shardwright.watching import watcher as watching
-from shardwright.watching.diagnosis import BEHIND, Verdict
+from shardwright.watching.diagnosis import BEHIND, Diagnosis
 from shardwright.watching.evidence import EvidenceFiles
 from shardwright.watching.launched import Eyes, Hang
 from shardwright.watching.reading import BoardReader
@@ -150,7 +150,7 @@ def test_stacks_are_promised_only_where_they_are(
     culprits: tuple[int, ...], stacks: tuple[int, ...], hint: str
 ) -> None:
     text = Hang(
-        Verdict(BEHIND, culprits, "why", "", lost=False, step=4), EvidenceFiles(Path("x"), stacks)
+        Diagnosis(BEHIND, culprits, "why", "", lost=False, step=4), EvidenceFiles(Path("x"), stacks)
     ).text
     assert text.splitlines()[2:] == [*([hint] if hint else []), "stacks and latest actions of the ranks: x"]
 

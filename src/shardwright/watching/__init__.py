@@ -11,7 +11,7 @@ from shardwright.common.doors import door
 
 if TYPE_CHECKING:
     from shardwright.watching.api import Watch, start, watch
-    from shardwright.watching.diagnosis import Verdict, judge_start
+    from shardwright.watching.diagnosis import Diagnosis, diagnose_start
     from shardwright.watching.launched import STOPPED_AT_START, Eyes, Hang, Looks, Processes
     from shardwright.watching.profiling import Profiler, profiler
     from shardwright.watching.reading import STOPPED, BoardReader

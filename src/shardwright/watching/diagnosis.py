@@ -57,7 +57,7 @@ _WAY_DATA = "Look at the data: a file system, a worker of a loader or a stream t
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """The reason why the job does not go on.
 
     Attributes:
@@ -111,9 +111,9 @@ class Verdict:
         return f"{hangs}: all ranks have joined a collective, and it does not end"
 
 
-def judge(
+def diagnose(
     seen: Sequence[Seen], stall_seconds: float, key: str = "stall_seconds", strict: bool = False
-) -> Verdict | None:
+) -> Diagnosis | None:
     """The verdict on the ranks now. None: they go on, or may still go on.
 
     Args:
@@ -153,7 +153,7 @@ def judge(
     return _verdict(MIXED if mixed else JOINED, [], ranks, key)
 
 
-def judge_start(seen: Sequence[Seen], seconds: float, key: str = "stall_seconds") -> Verdict | None:
+def diagnose_start(seen: Sequence[Seen], seconds: float, key: str = "stall_seconds") -> Diagnosis | None:
     """The verdict on ranks of which some have no board yet. None: no process is stopped, or not for so many seconds.
 
     A rank without a board has the age of its process's state.
@@ -166,7 +166,7 @@ def judge_start(seen: Sequence[Seen], seconds: float, key: str = "stall_seconds"
     return replace(_verdict(kind, stopped, ranks, key), phase=boards.START)
 
 
-def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str, strict: bool) -> Verdict | None:
+def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str, strict: bool) -> Diagnosis | None:
     """The verdict if no rank waits for another one: each is at its own work, as a job of one rank always is."""
     culprits = [each for each in ranks.values() if each.process != LEFT and _is_late(each, stall_seconds)]
     if not strict:
@@ -200,7 +200,7 @@ def _place(seen: Seen) -> tuple[str, int, str, str]:
     return seen.group, seen.count, seen.collective, seen.subject
 
 
-def _verdict(kind: str, culprits: Iterable[Seen], ranks: Mapping[int, Seen], key: str) -> Verdict:
+def _verdict(kind: str, culprits: Iterable[Seen], ranks: Mapping[int, Seen], key: str) -> Diagnosis:
     culprits = list(culprits)
     numbers = {each.rank for each in culprits}
     steps = [each.step for each in ranks.values() if each.step]  # of a silent host they may not be known
@@ -219,7 +219,7 @@ def _verdict(kind: str, culprits: Iterable[Seen], ranks: Mapping[int, Seen], key
     if len(hosts) == 1 and any(each.process == SILENT for each in culprits):
         (here,) = hosts  # a cut link looks the same at both ends
         way += _WAY_ALONE.format(host=here)
-    return Verdict(kind, tuple(sorted(numbers)), reason, way, lost, step, phase)
+    return Diagnosis(kind, tuple(sorted(numbers)), reason, way, lost, step, phase)
 
 
 def _way(kind: str, culprits: Sequence[Seen], key: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.engine import heartbeat as boards
-from shardwright.watching.diagnosis import Verdict
+from shardwright.watching.diagnosis import Diagnosis
 from shardwright.watching.reading import RUNS, BoardReader, Seen, in_words
 
 #: Seconds for processes to write their stacks.
@@ -100,7 +100,7 @@ def check_folder(folder: Path) -> None:
 def write(
     folder: Path,
     readers: Iterable[BoardReader],
-    verdict: Verdict | None,
+    verdict: Diagnosis | None,
     seen: Sequence[Seen],
     own: Stacks | None = None,
 ) -> EvidenceFiles:

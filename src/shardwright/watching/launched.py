@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwright.engine import heartbeat as boards
 from shardwright.watching import evidence
-from shardwright.watching.diagnosis import Verdict, judge, judge_start
+from shardwright.watching.diagnosis import Diagnosis, diagnose, diagnose_start
 from shardwright.watching.reading import BoardReader, Seen, state_of
 
 #: Seconds between two looks at the boards.
@@ -30,7 +30,7 @@ class Hang:
         files: what was written about it.
     """
 
-    verdict: Verdict
+    verdict: Diagnosis
     files: evidence.EvidenceFiles
 
     @property
@@ -112,9 +112,9 @@ class Eyes:
         begun = len(self._readers) == len(self.pids)
         seen = [self._seen(rank, since, begun) for rank in self.pids]
         if begun:
-            verdict = judge(seen, self.stall_seconds, self.key, strict=True)
+            verdict = diagnose(seen, self.stall_seconds, self.key, strict=True)
         else:
-            verdict = judge_start(seen, min(STOPPED_AT_START, self.stall_seconds), self.key)
+            verdict = diagnose_start(seen, min(STOPPED_AT_START, self.stall_seconds), self.key)
         if verdict is None:
             return None
         folder = self.folder / evidence.folder_name()

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from shardwright.engine import heartbeat as boards
 from shardwright.watching import evidence
-from shardwright.watching.diagnosis import Verdict, judge
+from shardwright.watching.diagnosis import Diagnosis, diagnose
 from shardwright.watching.flights import note_flights
 from shardwright.watching.hosts import Courier
 from shardwright.watching.launched import Hang, Looks, silence
@@ -46,7 +46,7 @@ class WatchSettings:
         folder: for files about a hang.
         key: the setting in messages.
         judges: whether this rank judges. A launcher may do so instead.
-        strict: see :func:`judge`.
+        strict: see :func:`diagnose`.
         say: called with the text about a hang, on every rank, in place of printing it and of the end of the process.
         frame: makes what is printed from this text, where all of it is printed.
         record: called with the verdict, on the rank that leads, before the end.
@@ -68,7 +68,7 @@ class Finding(NamedTuple):
     Attributes:
         text: of the verdict.
         name: of the folder of its files.
-        culprits: see :class:`Verdict`.
+        culprits: see :class:`Diagnosis`.
     """
 
     text: str
@@ -140,7 +140,7 @@ class Watcher:
             if self._courier.verdict is not None:
                 return self._leave(Finding(*json.loads(self._courier.verdict)), None, seen)
         verdict = (
-            None if everyone is None else judge(everyone, stall, self._settings.key, self._settings.strict)
+            None if everyone is None else diagnose(everyone, stall, self._settings.key, self._settings.strict)
         )
         if verdict is None:
             return ""
@@ -154,7 +154,7 @@ class Watcher:
         able = [each.rank for each in seen if each.process in (RUNS, DISK) and each.answers is not False]
         return min([self._rank, *able])
 
-    def _leave(self, finding: Finding, verdict: Verdict | None, seen: list[Seen]) -> str:
+    def _leave(self, finding: Finding, verdict: Diagnosis | None, seen: list[Seen]) -> str:
         """Write the files, print the text, and leave the message for the other ranks of this host."""
         folder = self._settings.folder / finding.name
         files = evidence.write(folder, self._readers.values(), verdict, seen, self._stacks)

@@ -25,7 +25,7 @@ from shardwright.train.launch.resume import to_continue
 from shardwright.train.launch.signals import SIGNALS
 from shardwright.train.run.exits import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, Outcome, is_saved
 from shardwright.train.run.folder import RunFolder
-from shardwright.watching import Hang, Verdict
+from shardwright.watching import Diagnosis, Hang
 
 LOG_TAIL = 12
 """Lines of a failed rank's log that are shown."""
@@ -127,7 +127,7 @@ def _is_finished(evidence: Evidence) -> bool:
     )
 
 
-def end_of_hang(verdict: Verdict) -> Outcome:
+def end_of_hang(verdict: Diagnosis) -> Outcome:
     culprit = verdict.culprits[0] if len(verdict.culprits) == 1 else None
     return Outcome(TRY_AGAIN, f"the job hung: {verdict.reason}", culprit, verdict.lost, verdict.done)
 
