@@ -1,4 +1,4 @@
-"""Every collective that may wait is on boards, so that a verdict says who waits and who has not come."""
+"""Every collective that may wait is on heartbeats, so that a verdict says who waits and who has not come."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from torch._C import _distributed_c10d
 
 import shardwright
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.compat.private import flight_entries
 from shardwright.watching import flights
-from shardwright.watching.reading import BoardReader
+from shardwright.watching.reading import HeartbeatReader
 
 PACKAGE = Path(shardwright.__file__).parent
 COLLECTIVES = {
@@ -57,11 +57,11 @@ def test_collectives_have_notes() -> None:
 def test_a_record_of_another_form_does_not_end_the_thread_that_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board = boards.open_board(0, 1, tmp_path)
+    beat = heartbeat.open_heartbeat(0, 1, tmp_path)
     monkeypatch.setattr(flights, "flight_entries", lambda: [{"process_group": []}])
-    flights.note_flights(board)
-    assert BoardReader(board).look().flights == ()
-    boards.close_board()
+    flights.note_flights(beat)
+    assert HeartbeatReader(beat).look().flights == ()
+    heartbeat.close_heartbeat()
 
 
 @pytest.mark.parametrize("builds", [("fr",), ("nccl",), ("fr", "nccl"), ()])

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.comm.division import Division
 from shardwright.engine.comm.groups import make_group
 from shardwright.engine.comm.meeting import meeting_of
@@ -117,7 +117,7 @@ class Communicator:
         self.device = device
         self.ranks = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
         self.world_size = len(self.ranks)
-        self.name = boards.group_name(self.ranks)  #: on boards
+        self.name = heartbeat.group_name(self.ranks)  #: on heartbeats
         self.rank = group.rank() if group is not None else 0
         self.streams = streams_for(device) if streams is None else streams
         # gloo's reduce-scatter is slow: an all-to-all and a local sum took 0.33 / 0.48 / 5.5 ms where it took

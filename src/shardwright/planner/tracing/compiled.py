@@ -18,7 +18,14 @@ from torch.fx import GraphModule, Node
 
 from shardwright.engine.compat import compile_by, donated_inputs, hide_from_dynamo, outside_dispatch_modes
 from shardwright.planner.tracing import fakes, recorder
-from shardwright.planner.tracing.fusion import Kernel, base_of, has_symbols, kernels_of, name_of, nodes_in
+from shardwright.planner.tracing.fusion import (
+    FusedKernel,
+    base_of,
+    has_symbols,
+    kernels_of,
+    name_of,
+    nodes_in,
+)
 from shardwright.planner.tracing.recorder import BY_LIFE, ProgramRecorder
 
 #: Operations that run another one, which comes first, with the state of the generator that a recomputation needs; and
@@ -164,7 +171,7 @@ class _HollowGraph:
         """The value of a node: there, or a view of one that is."""
         return values[node] if node in values else self._run(node, values)
 
-    def _take(self, kernel: Kernel, name: str, values: dict[Node, Any]) -> None:
+    def _take(self, kernel: FusedKernel, name: str, values: dict[Node, Any]) -> None:
         """Take memory for the results of a kernel."""
         events = self._graphs.events
         for node in kernel.stored:

@@ -1,8 +1,8 @@
-"""FakeMemory tensors: real CPU tensors whose memory is never touched, so that real code runs for its allocations alone.
+"""Fake tensors: real CPU tensors whose memory is never touched, so that real code runs for its allocations alone.
 
-:class:`FakeMemory` is a dispatch mode. Views run as they are, because they touch no memory. Small tensors are computed, so
-that counts, tables and steps have their values. Everything else gets the shape of its result from the meta kernel, and
-a result without content. So addresses, storages, version counters and graph hooks are real ones.
+:class:`FakeMemory` is a dispatch mode. Views run as they are, because they touch no memory. Small tensors are computed,
+so that counts, tables and steps have their values. Everything else gets the shape of its result from the meta kernel,
+and a result without content. So addresses, storages, version counters and graph hooks are real ones.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class EndOfRanks:
     hang: Hang | None = None
     """The launcher killed ranks because they did not go on."""
     steps: Mapping[int, int] = field(default_factory=dict)
-    """Steps that each rank had done, by its board. A rank without a board is missing."""
+    """Steps that each rank had done, by its heartbeat. A rank without a heartbeat is missing."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Evidence:
         return is_saved(self.folder)
 
     def done(self, rank: int) -> int | None:
-        """The steps that a rank had done, as it says itself, else as its board has it. None: not known."""
+        """The steps that a rank had done, as it says itself, else as its heartbeat has it. None: not known."""
         said = next((each.done for each in self.complaints if each.rank == rank), None)
         return self.ranks.steps.get(rank) if said is None else said
 
