@@ -158,7 +158,7 @@ def test_stacks_are_promised_only_where_they_are(
 @pytest.mark.parametrize("age", [0, 3600])
 def test_the_steps_of_a_rank_that_died_before_any_look(tmp_path: Path, age: int) -> None:
     """Its heartbeat stays. One that is older than the job is of an earlier process with the same number."""
-    program = "import os; from shardwright import heartbeat as b; b.open_heartbeat(0, 1); "
+    program = "import os; from shardwright.engine import heartbeat as b; b.open_heartbeat(0, 1); "
     program += "b.begin_step(3); b.at(b.MODEL); os._exit(3)"
     process = subprocess.Popen([sys.executable, "-c", program])
     eyes = Eyes({0: process.pid}, 600.0, tmp_path, "stall_seconds")

@@ -178,7 +178,7 @@ def streams_of_torch(recorder: ProgramRecorder) -> Iterator[None]:
 
     replaced = {
         "Stream": Stream,
-        "RecordedEvent": RecordedEvent,
+        "Event": RecordedEvent,
         "current_stream": current_stream,
         "stream": stream,
     }
