@@ -20,7 +20,7 @@ from tests.engine.kit.subclasses import backward
 from tests.engine.kit.surface import build, shard
 from tests.support import multirank
 
-DOCS = Path(__file__).parents[1] / "docs" / "profiling.md"
+DOCS = Path(__file__).parents[2] / "docs" / "profiling.md"
 
 
 def names_in(path: Path) -> list[str]:

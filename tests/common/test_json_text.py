@@ -13,7 +13,7 @@ import pytest
 from shardwright.common.json_text import not_finite, strict_json
 from tests.support.strict_json import WRONG, strict
 
-SOURCE = Path(__file__).parents[1] / "src" / "shardwright"
+SOURCE = Path(__file__).parents[2] / "src" / "shardwright"
 
 
 def tree(draw: random.Random, depth: int = 3) -> Any:
