@@ -13,15 +13,17 @@ from typing import Any, cast
 
 import torch
 
-from shardwright.engine.compat.private import (
-    NOTHING,
+from shardwright.engine.compat.autograd import (
     in_backward,
-    is_transformed,
     leaf_of,
     post_accumulate_grad_hooks,
     set_grad,
     set_post_accumulate_grad_hooks,
     watch_backward,
+)
+from shardwright.engine.compat.modes import (
+    NOTHING,
+    is_transformed,
 )
 from shardwright.engine.model.root import Root, roots, running_backward, selecting
 from shardwright.engine.tensors.parameter import STANDS_FOR, Managed, unit_of

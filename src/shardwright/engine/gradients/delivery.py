@@ -14,13 +14,19 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright.engine.base.offload import Host, HostSlab
-from shardwright.engine.compat.private import (
+from shardwright.engine.compat.autograd import (
     gradient_hooks,
-    local_of,
     post_accumulate_grad_hooks,
-    quick_attributes,
-    storage_use_count,
     waits_for_other_gradients,
+)
+from shardwright.engine.compat.dtensor import (
+    local_of,
+)
+from shardwright.engine.compat.modes import (
+    quick_attributes,
+)
+from shardwright.engine.compat.storages import (
+    storage_use_count,
 )
 from shardwright.engine.gradients.packer import Packer
 from shardwright.engine.layout import Packing

@@ -17,19 +17,29 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.compat.private import (
+from shardwright.engine.compat.autograd import (
+    grad_of,
+    set_grad,
+)
+from shardwright.engine.compat.callers import (
     called_by_compiler,
     called_by_parameter,
     called_by_split_backward,
-    dispatches,
-    grad_of,
-    is_made_of_tensors,
+)
+from shardwright.engine.compat.dtensor import (
     local_of,
-    moved_into,
     rebind,
-    set_class,
-    set_grad,
+)
+from shardwright.engine.compat.modes import (
+    dispatches,
+)
+from shardwright.engine.compat.storages import (
     storage_key,
+)
+from shardwright.engine.compat.tensors import (
+    is_made_of_tensors,
+    moved_into,
+    set_class,
     tree_leaves,
 )
 from shardwright.engine.tensors.averaging import OWN, RECIPE

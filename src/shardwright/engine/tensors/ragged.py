@@ -19,13 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.private import (
+from shardwright.engine.compat.callers import (
     called_by_stager,
-    disabled_torch_function,
+    refusal,
+)
+from shardwright.engine.compat.dtensor import (
     dtensor_of,
     is_traced,
+)
+from shardwright.engine.compat.modes import (
+    disabled_torch_function,
+)
+from shardwright.engine.compat.tensors import (
     make_wrapper,
-    refusal,
     tree_leaves,
     tree_map,
 )

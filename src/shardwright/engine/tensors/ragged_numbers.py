@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.compat.private import disabled_torch_function, make_subclass, tree_leaves, tree_map
+from shardwright.engine.compat.modes import (
+    disabled_torch_function,
+)
+from shardwright.engine.compat.tensors import (
+    make_subclass,
+    tree_leaves,
+    tree_map,
+)
 from shardwright.engine.tensors.averaging import (
     agree_on_value,
     average,

@@ -15,13 +15,19 @@ import torch
 import torch.distributed as dist
 
 from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.private import (
-    all_reduce_traced,
-    foreach_norm,
+from shardwright.engine.compat.autograd import (
     in_backward,
     increment_version,
-    is_traced,
+)
+from shardwright.engine.compat.callers import (
     refusal,
+)
+from shardwright.engine.compat.dtensor import (
+    all_reduce_traced,
+    is_traced,
+)
+from shardwright.engine.compat.tensors import (
+    foreach_norm,
 )
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.ragged import (

@@ -14,15 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwright.engine.compat.private import (
-    exchange,
+from shardwright.engine.compat.autograd import (
     gradient_hooks,
+    refuse_backward,
+    share_gradient_hooks,
+)
+from shardwright.engine.compat.modes import (
+    quick_attributes,
+)
+from shardwright.engine.compat.tensors import (
+    exchange,
     moved_into,
     objects_become_sharded,
-    quick_attributes,
-    refuse_backward,
     set_class,
-    share_gradient_hooks,
     tree_leaves,
 )
 

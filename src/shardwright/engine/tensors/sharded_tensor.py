@@ -14,20 +14,28 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from shardwright.engine.compat.private import (
-    StridedShard,
-    called_by_stager,
-    dtensor_of,
+from shardwright.engine.compat.autograd import (
     in_backward,
     increment_version,
+)
+from shardwright.engine.compat.callers import (
+    called_by_stager,
+    refusal,
+)
+from shardwright.engine.compat.dtensor import (
+    StridedShard,
+    dtensor_of,
     local_of,
     rebind,
-    refusal,
-    storage_key,
     subclasses_dispatch,
+    waited,
+)
+from shardwright.engine.compat.storages import (
+    storage_key,
+)
+from shardwright.engine.compat.tensors import (
     tree_leaves,
     tree_map,
-    waited,
 )
 from shardwright.engine.tensors.averaging import (
     agree_on_value,

@@ -12,7 +12,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwright.engine.compat.private import gradient_hooks, refusal
+from shardwright.engine.compat.autograd import (
+    gradient_hooks,
+)
+from shardwright.engine.compat.callers import (
+    refusal,
+)
 
 CutFunction = Callable[[torch.Tensor], torch.Tensor]
 

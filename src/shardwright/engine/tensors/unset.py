@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.compat.private import local_of, storage_key, tree_leaves
+from shardwright.engine.compat.dtensor import (
+    local_of,
+)
+from shardwright.engine.compat.storages import (
+    storage_key,
+)
+from shardwright.engine.compat.tensors import (
+    tree_leaves,
+)
 
 _aten = torch.ops.aten
 #: They write every element of their first argument and read none of it.

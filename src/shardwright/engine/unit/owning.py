@@ -10,7 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.engine.assembly.build import build_memory
 from shardwright.engine.assembly.find import UNIT, UnitParameters, find_parameters, is_cut, own_modules
-from shardwright.engine.compat.private import untransformed
+from shardwright.engine.compat.modes import (
+    untransformed,
+)
 from shardwright.engine.tensors.averaging import ScaleGradient, forget_scale, register
 from shardwright.engine.tensors.naming import remember
 from shardwright.engine.tensors.parameter import (

@@ -1,0 +1,42 @@
+"""torch's profiler, and the CUDA allocator's record of allocations."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from shardwright.engine.compat.modes import NOTHING
+from shardwright.engine.compat.probe import probe
+
+_profiler_enabled = probe(torch.autograd, "_profiler_enabled")
+_ProfilerConfig = probe(torch._C, "_profiler", "_ExperimentalConfig")
+
+
+def record_memory_history(enabled: bool) -> None:
+    """Start or stop the CUDA allocator's record of allocations and releases, with stack traces."""
+    torch.cuda.memory._record_memory_history(enabled="all" if enabled else None)
+
+
+def dump_memory_history(path: str) -> None:
+    """Write what it remembers into a file for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
+def annotate(name: str, unit: str = "") -> AbstractContextManager[Any]:
+    """A range in the profiler's trace, named as FSDP2 names it; nothing while no profiler runs."""
+    if not _profiler_enabled():
+        return NOTHING
+    return torch.profiler.record_function(f"FSDP::{name} ({unit})" if unit else f"FSDP::{name}")
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler records this thread."""
+    return _profiler_enabled()  # type: ignore[no-any-return]
+
+
+def synchronisation_events() -> Any:
+    """Settings of torch's profiler with which waits of streams for events are in the trace."""
+    return _ProfilerConfig(enable_cuda_sync_events=True)
