@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 from shardwright.engine.compat.modes import transformed
 from shardwright.engine.compat.probe import probe
@@ -28,9 +27,9 @@ _peek_sequence_number = probe(torch._C, "_autograd", "_get_sequence_nr")
 _graph = probe(torch.autograd, "graph")
 probe(_graph, "_allow_mutation_on_saved_tensors_enabled")
 
-#: Moves version counters without an operation.
+#: ``increment_version(tensors)``: moves version counters without an operation.
 increment_version = probe(torch.autograd.graph, "increment_version")
-#: Called with a tuple of tensors and a tuple of numbers: what their version counters become.
+#: ``set_versions(tensors, numbers)``: gives each tensor's version counter a value.
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = probe(
     torch._C, "_autograd", "_unsafe_set_version_counter"
 )
@@ -47,30 +46,33 @@ probe(_forward_ad, "_current_level")
 def takes_hooks_of_saved_tensors() -> bool:
     """Return whether hooks may decide now what autograd saves.
 
-    Not inside of transforms of ``torch.func``, inside of ``disable_saved_tensors_hooks``, and inside of a level of
-    forward-mode AD: its formulas read saved tensors during forward, and torch crashes if they are others.
+    False inside transforms of ``torch.func``, inside ``disable_saved_tensors_hooks``, and inside a level of
+    forward-mode AD: its formulas read saved tensors during forward, and torch crashes if a hook replaced them.
     """
     return not transformed() and _hooks_of_saved_tensors_enabled() and _forward_ad._current_level < 0
 
 
 def saves_for_checkpoint() -> bool:
-    """Whether ``torch.utils.checkpoint`` (not its reentrant form) decides what autograd saves now."""
+    """Return whether ``torch.utils.checkpoint`` (not its reentrant form) decides what autograd saves now."""
     return hook_of_checkpoint() is not None
 
 
 def hook_of_checkpoint() -> Any:
-    """The hook by which ``torch.utils.checkpoint`` decides what autograd saves now; each call of it has its own."""
+    """Return the hook by which ``torch.utils.checkpoint`` decides what autograd saves now, or None.
+
+    Each call of ``checkpoint`` has a hook of its own, so the hook tells calls apart.
+    """
     hooks = _top_hooks_of_saved_tensors(True)
     from_checkpoint = hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
     return hooks[0] if from_checkpoint else None
 
 
 def kept_results(storage: Any) -> list[tuple[Any, Any, Any]]:
-    """The results in the ``storage`` of the forward mode of ``create_selective_checkpoint_contexts``.
+    """Return the results that ``create_selective_checkpoint_contexts`` keeps in the ``storage`` of its forward mode.
 
     Returns:
-        A container, a key of it, and the entry there, for each. The leaves of an entry are wrappers that have the
-        tensor as ``val``. Backward calls their ``get_val``.
+        For each result a container, a key, and the entry that the container has under the key. The leaves of an entry
+        are wrappers that have the tensor as ``val``, and backward calls their ``get_val``.
     """
     found = []
     for entries in storage.values():
@@ -79,7 +81,7 @@ def kept_results(storage: Any) -> list[tuple[Any, Any, Any]]:
     return found
 
 
-#: torch's own mark for results that are computed again. Versions that keep results in lists have none.
+#: torch's own mark for results that are computed again, or a new object where torch has no such mark
 _LET_GO = getattr(torch.utils.checkpoint, "_RECOMPUTE", object())
 
 
@@ -101,14 +103,17 @@ def was_let_go(storage: Any, operation: Any) -> bool:
 
 
 def override_stale_capture_streams() -> None:
-    """Let backward run on the capturing stream what would run on a stream of before the capture. From torch 2.13."""
+    """Let a backward inside a graph capture run on the capturing stream what was made on a stream before it.
+
+    Versions of torch before 2.13 cannot do this, and nothing changes there.
+    """
     enable = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
     if enable is not None:
         enable(True)
 
 
 def mutation_allowed() -> bool:
-    """Whether ``allow_mutation_on_saved_tensors`` copies saved tensors when others write to their memory."""
+    """Return whether ``allow_mutation_on_saved_tensors`` copies saved tensors when others write to their memory."""
     return _graph._allow_mutation_on_saved_tensors_enabled  # type: ignore[no-any-return]
 
 
@@ -117,9 +122,9 @@ _references_to = probe(torch.Tensor, "_use_count")
 
 
 def refuse_backward(parameter: torch.Tensor, message: str) -> Any:
-    """Let every backward raise RuntimeError that reaches ``parameter``, a leaf, through a graph from before.
+    """Let a backward raise RuntimeError if it reaches the leaf ``parameter`` through a graph that exists now.
 
-    Returns a handle, which ends this, or None if no graph can reach it.
+    Returns a handle whose ``remove`` ends this, or None if no graph can reach the parameter.
     """
     if not (parameter.requires_grad and parameter.is_leaf) or _references_to(parameter) < 2:
         return None
@@ -172,28 +177,28 @@ def queue_callback(callback: Callable[[], None]) -> None:
 
 
 def in_backward() -> bool:
-    """Whether this thread is now inside a backward pass."""
+    """Return whether this thread is now inside a backward pass."""
     return _graph_task_id() != -1
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that runs now keeps its graph for another one."""
+    """Return whether the backward that runs now keeps its graph for another one."""
     return _keeps_graph()  # type: ignore[no-any-return]
 
 
 def number_of_next_node() -> int:
-    """The number that the next node of autograd's graph gets in this thread."""
+    """Return the number that the next node of autograd's graph gets in this thread."""
     return _next_number()  # type: ignore[no-any-return]
 
 
 def number_of_running_node() -> int:
-    """The number of the node that backward runs now in this thread; -1 outside of one."""
+    """Return the number of the node that backward runs now in this thread, or -1 outside of a backward."""
     node = _running_node()
     return -1 if node is None else node._sequence_nr()  # type: ignore[no-any-return]
 
 
 def watch_backward(run: Callable[..., Any]) -> None:
-    """From now on let ``run`` carry out each ``backward`` and ``torch.autograd.grad`` of this process.
+    """Let ``run`` carry out each ``backward`` and ``torch.autograd.grad`` of this process from now on.
 
     It is called as ``run(original, outputs, gradients, retain_graph, create_graph, inputs, *rest, **options)``; all but
     the first are arguments of ``original``. torch itself asks nothing of tensors that backward does not reach.
@@ -208,20 +213,20 @@ def watch_backward(run: Callable[..., Any]) -> None:
 
 
 def preserve_version_counters(tensors: Sequence[torch.Tensor]) -> Any:
-    """A context that leaves the tensors' version counters as they were."""
+    """Return a context that leaves the tensors' version counters as they were."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(t for t in tensors if not t.is_inference()))
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
-    """The tensor whose gradients this node of a graph adds up, if it is such a node."""
+    """Return the leaf whose gradients this node of a graph adds up, or None if the node is of another kind."""
     return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None
 
 
 def sequence_number(tensor: torch.Tensor) -> int:
-    """Number of the autograd node that made the tensor; later nodes of a thread have larger numbers."""
+    """Return the number of the autograd node that made the tensor. Later nodes of a thread have larger numbers."""
     return tensor.grad_fn._sequence_nr()  # type: ignore[union-attr]
 
 
 def next_sequence_number() -> int:
-    """Number of the autograd node that this thread makes next."""
+    """Return the number of the autograd node that this thread makes next."""
     return _peek_sequence_number()

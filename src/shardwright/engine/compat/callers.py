@@ -9,24 +9,23 @@ import sys
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 
 def called_by_compiler() -> bool:
-    """Whether the caller was called by torch.compile's own code, as it runs or traces a graph."""
+    """Return whether the caller was called by torch.compile's own code, as it runs or traces a graph."""
     caller = str(sys._getframe(2).f_globals.get("__name__"))
     return caller.startswith(("torch._functorch.", "torch._dynamo.", "torch._subclasses."))
 
 
 def called_by_parameter() -> bool:
-    """Whether the caller was called by ``nn.Parameter(...)``, which wants ``detach`` to give a tensor of one class."""
+    """Return whether ``nn.Parameter(...)`` called. It expects ``detach`` to return the tensor's own class."""
     return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__
 
 
 def called_by_stager() -> bool:
-    """Whether the caller was called by the stager of asynchronous checkpoints.
+    """Return whether the caller was called by the stager of torch's asynchronous checkpoints.
 
-    To it an address that is not 0 says that the tensor itself has the memory, not a tensor inside it.
+    If a tensor has an address other than 0, the stager copies the memory there and not that of the tensors inside.
     """
     name = sys._getframe(2).f_globals.get("__name__")
     return name == "torch.distributed.checkpoint._state_dict_stager"
@@ -36,7 +35,7 @@ _SPLIT_BACKWARD = "torch.distributed.pipelining._backward"
 
 
 def called_by_split_backward() -> bool:
-    """Whether the caller was called by a zero-bubble pipeline schedule, or its ``parameters()`` was.
+    """Return whether the caller was called by a zero-bubble pipeline schedule, or its ``parameters()`` was.
 
     Such a schedule looks for these parameters in the graph and puts gradients into them.
     """
@@ -50,9 +49,10 @@ _PARAMETRIZE = "torch.nn.utils.parametrize"
 
 
 def refusal(message: str) -> RuntimeError:
-    """The error for an operation that a sharded tensor does not support: NotImplementedError where torch lets it pass.
+    """Return the error for an operation that a sharded tensor does not support, mostly a NotImplementedError.
 
-    ``register_parametrization`` takes NotImplementedError for a missing inverse, and goes on without the weight.
+    Inside ``register_parametrization`` it is a RuntimeError, because that function takes NotImplementedError for a
+    missing inverse and goes on without the weight.
     """
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != _PARAMETRIZE:
@@ -61,5 +61,5 @@ def refusal(message: str) -> RuntimeError:
 
 
 def called_by_torchs_fully_shard() -> bool:
-    """Whether the caller was called by torch's ``fully_shard``, which is about to take over a module's parameters."""
+    """Return whether torch's own ``fully_shard``, which is about to take a module's parameters, called the caller."""
     return str(sys._getframe(2).f_globals.get("__name__")).endswith("._fully_shard._fsdp_init")

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 
 def boxes_to_save(name: str, tensor: torch.Tensor) -> list[tuple[Sequence[int], torch.Tensor]]:
-    """Offsets and memory of the boxes of a tensor that this rank gives to a checkpoint.
+    """Return the offsets and the memory of each box of a tensor that this rank writes to a checkpoint.
 
-    By the protocol of torch's distributed checkpoint, for DTensors, ShardedTensors and tensors that have it.
+    This follows the protocol of torch's distributed checkpoint, which DTensors and others have.
     """
     from torch.distributed.checkpoint.planner_helpers import _create_write_items
     from torch.distributed.checkpoint.utils import find_state_dict_object
@@ -30,7 +29,7 @@ def boxes_to_save(name: str, tensor: torch.Tensor) -> list[tuple[Sequence[int], 
 
 
 def boxes_to_load(name: str, tensor: torch.Tensor) -> list[tuple[Sequence[int], torch.Tensor]]:
-    """Offsets and memory of the boxes of a tensor that this rank takes from a checkpoint."""
+    """Return the offsets and the memory of each box of a tensor that this rank reads from a checkpoint."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
     from torch.distributed.checkpoint.utils import find_state_dict_object
@@ -45,14 +44,14 @@ def boxes_to_load(name: str, tensor: torch.Tensor) -> list[tuple[Sequence[int], 
 
 
 def flatten_state_dict(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
-    """Values of nested containers by names, and the path to each, as torch's distributed checkpoint has them."""
+    """Return the values of nested containers by the names of torch's distributed checkpoint, and the path to each."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten
 
     return flatten(state)
 
 
 def storage_info(file: str, start: int, length: int) -> Any:
-    """An entry of torch's distributed checkpoint: the bytes of a value in a file."""
+    """Return the entry with which torch's distributed checkpoint names the bytes of one value in a file."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, start, length)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint
 from torch.distributed import distributed_c10d as _c10d
 
 from shardwright.engine.compat.probe import probe
@@ -35,9 +34,9 @@ _FLIGHT_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def flight_entries() -> list[dict[str, Any]] | None:
-    """The collectives that torch's flight recorders remember of this process; None: this torch has no recorder.
+    """Return the collectives of this process that torch's flight recorders remember, or None if torch has no recorder.
 
-    Without stacks: with them a recorder may wait for the interpreter.
+    They come without stacks, because a recorder that adds stacks may wait for the interpreter.
     """
     dumps = [getattr(torch._C._distributed_c10d, name, None) for name in _FLIGHT_RECORDERS]
     records = []
@@ -50,38 +49,41 @@ def flight_entries() -> list[dict[str, Any]] | None:
 
 
 def ranks_by_group_name() -> dict[str, list[int]]:
-    """The ranks of each process group of this process, by the name that the flight recorder has for it."""
+    """Return the ranks of each process group of this process, by the name that the flight recorder uses."""
     return {name: dist.get_process_group_ranks(group) for group, name in list(_c10d._world.pg_names.items())}
 
 
 def another_client(store: Any) -> Any:
-    """Another connection to a store, for another thread: one call of a connection blocks the next ones."""
+    """Return another connection to a store, for use in another thread.
+
+    While a call waits for the store, later calls of the same connection wait, too.
+    """
     return store.clone() if hasattr(store, "clone") else store
 
 
-#: Its name before torch 2.13.
+#: Gathers one flat tensor. The second name is that of torch before 2.13.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-#: Methods of a group or of its backend: all-gather and reduce-scatter of one flat tensor.
+#: Methods of a group or of its backend that gather, or reduce and scatter, one flat tensor
 all_gather_of: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_allgather_base")
 reduce_scatter_of: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_reduce_scatter_base")
 
 
 def backend_for(group: Any, device: torch.device) -> Any:
-    """The backend that serves ``device`` in a group, however the group was made."""
+    """Return the backend that serves ``device`` in a group, however the group was made."""
     return group._get_backend(device)
 
 
 def timeout_of_world() -> timedelta:
-    """The timeout of the job's group, on the accelerator if it has a backend for one."""
+    """Return the timeout of the job's group: that of its accelerator's backend, if it has one."""
     world: Any = dist.group.WORLD
     kinds = sorted(world._device_types, key=lambda device: device.type == "cpu")
     return timeout_of(world._get_backend(kinds[0]))
 
 
 def set_group_timeout(group: Any, timeout: timedelta) -> None:
-    """Let the collectives of a group wait this long, on every device of it whose backend can be told."""
+    """Let the collectives of a group wait this long. Backends without a timeout that can be set are left alone."""
     for kind in group._device_types:
         setter = getattr(group._get_backend(kind), "_set_default_timeout", None)
         if setter is not None:
@@ -90,7 +92,7 @@ def set_group_timeout(group: Any, timeout: timedelta) -> None:
 
 @contextmanager
 def without_bound_device() -> Iterator[None]:
-    """Inside, the job's group is bound to no device, so that new groups are made without it."""
+    """Unbind the job's group from its device inside the context, so that new groups are not bound to it either."""
     world: Any = dist.group.WORLD
     device = getattr(world, "bound_device_id", None)
     if device is None:
@@ -104,7 +106,10 @@ def without_bound_device() -> Iterator[None]:
 
 
 def ranks_of_collective(arguments: Iterable[Any]) -> list[int]:
-    """The ranks of the group, or of the group's name, among the arguments of a collective. Empty: there is none."""
+    """Return the ranks of the group that is among the arguments of a collective, as itself or by its name.
+
+    The list is empty if there is none.
+    """
     resolved: Any = _c10d._resolve_process_group
     for each in arguments:
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
@@ -116,7 +121,7 @@ def ranks_of_collective(arguments: Iterable[Any]) -> list[int]:
 
 
 def timeout_of(backend: Any) -> timedelta:
-    """The timeout after which collectives of a backend stop waiting for other ranks."""
+    """Return the time after which collectives of a backend stop waiting for other ranks."""
     options = getattr(backend, "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else dist.default_pg_timeout
@@ -157,13 +162,13 @@ def use_one_gloo_thread() -> None:
 
 
 def default_store() -> Any:
-    """The key-value store in which the ranks of this job have met; None without process groups."""
+    """Return the key-value store in which the ranks of this job met, or None without process groups."""
     return _default_store() if dist.is_initialized() else None
 
 
 @contextmanager
 def absent_ranks(size: int) -> Iterator[None]:
-    """Inside the context this process is rank 0 of ``size``, and the others do not exist: collectives move nothing.
+    """Make this process rank 0 of ``size`` ranks that do not exist, inside the context. Collectives move nothing.
 
     Raises:
         RuntimeError: the process has joined a process group.
@@ -182,8 +187,11 @@ def absent_ranks(size: int) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """Let DTensor forget the results of its operations. They have meshes, and meshes of other ranks can be equal to
-    these: their groups are gone, or their names belong to other groups now."""
+    """Let DTensor forget the results of its operations.
+
+    They refer to meshes, and a later mesh can be equal to one whose groups are gone, or whose names belong to other
+    groups now.
+    """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 

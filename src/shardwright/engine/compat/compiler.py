@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 from shardwright.engine.compat.probe import probe, when_imported
 
 
 def call_before_compiling(action: Callable[[], None]) -> None:
-    """Call this whenever torch begins to compile a graph. It stays for the life of the process."""
+    """Call ``action`` whenever torch begins to compile a graph, until the process ends."""
     from torch._dynamo.callback import callback_handler
 
     callback_handler.register_start_callback(lambda _: action())
@@ -29,7 +28,7 @@ _COMPILER_RULES = "torch._dynamo.trace_rules"
 
 
 def hide_from_dynamo(files: Callable[[], Iterable[str]]) -> None:
-    """Let torch.compile neither trace nor inline code of these files: it breaks its graph there and goes on after.
+    """Let torch.compile neither trace nor inline code of these files. Its graph ends before and another begins after.
 
     ``files`` is called when the compiler is imported: now if it was imported before, else at that time. Programs that
     compile nothing do not wait for that import.
@@ -48,23 +47,25 @@ uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = probe(torch, "_
 
 
 def compiled_graphs() -> int:
-    """Number of graphs that torch.compile has made in this process."""
+    """Return the number of graphs that torch.compile has made in this process."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
 
 
 _InductorWrapper: Any = probe(torch, "_TorchCompileInductorWrapper")
-#: Graphs of one function that traces may make one after another.
+#: Number of graphs that torch.compile may make of one function inside ``compile_by``
 _MOST_GRAPHS = 128
 
 
 @contextmanager
 def compile_by(compiler: Callable[[Any, Sequence[Any]], Callable[[list[Any]], Any]]) -> Iterator[None]:
-    """Inside the context torch.compile gives the graphs of its own backend to ``compiler``, forward and backward apart:
-    a graph of torch.fx and examples of its inputs, for a function that takes the inputs as a list and empties it.
+    """Let torch.compile use ``compiler`` inside the context, where it would use its own backend.
 
-    What was compiled before is forgotten, and so is afterwards what was compiled inside.
+    ``compiler`` gets a graph of torch.fx, of a forward or a backward, and examples of its inputs. It returns a function
+    that takes the inputs as a list and empties the list.
+
+    torch forgets what was compiled before, and after the context what was compiled inside.
     """
     wrapper = _InductorWrapper
     before = wrapper.__call__
@@ -104,9 +105,9 @@ def compile_by(compiler: Callable[[Any, Sequence[Any]], Callable[[list[Any]], An
 
 
 def donated_inputs(graph: Any) -> set[int]:
-    """The numbers of the inputs of a graph that nobody reads after it: saved tensors, if the graph is a backward.
+    """Return the numbers of the inputs of a graph that nobody reads after it: in a backward saved tensors, else none.
 
-    Called by a ``compiler``, see :func:`compile_by`.
+    Only the ``compiler`` of :func:`compile_by` may call this, while it compiles the graph.
     """
     if not any(
         str(node.target).startswith("tangents") for node in graph.graph.nodes if node.op == "placeholder"
@@ -118,14 +119,14 @@ def donated_inputs(graph: Any) -> set[int]:
 
 
 def set_activation_memory_budget(part: float) -> None:
-    """Let torch.compile keep this part of what it would keep for backward; of 0 the inputs only. For the process."""
+    """Let torch.compile keep this fraction of what it would keep for backward, from now on; with 0 only the inputs."""
     import torch._functorch.config as config
 
     config.activation_memory_budget = part
 
 
 def allow_graphs(count: int) -> None:
-    """Let torch.compile make at least so many graphs of one function. For the process."""
+    """Let torch.compile make at least ``count`` graphs of one function, from now on."""
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, count)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives
@@ -30,16 +29,16 @@ def _subclasses_dispatch() -> bool:
     return not any("should not actually get called" in str(constant) for constant in code.co_consts)
 
 
-#: Whether subclasses of DTensor are asked about operations on them. In torch 2.11 they are not.
+#: Whether torch calls ``__torch_dispatch__`` of subclasses of DTensor, which torch 2.11 does not
 subclasses_dispatch = _subclasses_dispatch()
 
 
-#: The local tensor itself. ``to_local`` of a parameter makes a new view at every call.
+#: Returns the local tensor itself, while ``to_local`` of a parameter makes a new view at every call.
 local_of: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
 def made_of(kind: Any, parts: dict[str, torch.Tensor], context: Any, like: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of such a class, of ``like``'s shape, from what ``__tensor_flatten__`` gives."""
+    """Return a contiguous tensor of class ``kind`` and ``like``'s shape from the parts of its ``__tensor_flatten__``."""
     stride = torch.empty(like.shape, device="meta").stride()
     return kind.__tensor_unflatten__(parts, context, like.shape, stride)  # type: ignore[no-any-return]
 
@@ -47,7 +46,7 @@ def made_of(kind: Any, parts: dict[str, torch.Tensor], context: Any, like: torch
 def dtensor_of(
     local: torch.Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
-    """``local`` as a DTensor. It stays on its device, also if the mesh has another device (it was offloaded)."""
+    """Return ``local`` as a DTensor. It stays on its device, even if the mesh has another device (it was offloaded)."""
     if local.device.type == mesh.device_type or local.is_meta:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     meta = _TensorMeta(shape, tuple(stride), local.dtype)
@@ -65,22 +64,25 @@ _REDUCTIONS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp
 
 
 def is_traced(local: torch.Tensor) -> bool:
-    """Whether torch.compile traces operations on this tensor."""
+    """Return whether torch.compile traces operations on this tensor."""
     return isinstance(local, (FakeTensor, FunctionalTensor))
 
 
 def all_reduce_traced(local: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
-    """The all-reduce as a part of a graph; the others are carried out while it is traced, and never again."""
+    """Return the sum over a group as a part of the graph that torch.compile traces.
+
+    Other all-reduces are carried out while a graph is traced, and never when it runs.
+    """
     return waited(_functional_all_reduce(local, _REDUCTIONS[op], group))
 
 
 def waited(local: torch.Tensor) -> torch.Tensor:
-    """A local tensor that DTensor may still be communicating, as a plain one."""
+    """Return the local tensor, after a collective of DTensor that may still be making it."""
     return local.wait() if isinstance(local, _AsyncCollectiveTensor) else local
 
 
 def replicates_implicitly() -> bool:
-    """Whether DTensor takes plain tensors for replicated ones, inside torch's ``implicit_replication()``."""
+    """Return whether DTensor takes plain tensors for replicated ones, inside torch's ``implicit_replication()``."""
     return bool(getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False))
 
 
@@ -90,7 +92,11 @@ _concatenate = probe(DeviceMesh, "_concatenate")
 
 
 def concatenated(*meshes: DeviceMesh) -> DeviceMesh:
-    """The mesh of the dimensions of parts of one mesh, in this order. RuntimeError if they are no such parts."""
+    """Return the mesh with the dimensions of these meshes, in this order. They must be parts of one mesh.
+
+    Raises:
+        RuntimeError: they are not, or they overlap.
+    """
     return _concatenate(list(meshes))
 
 
@@ -98,7 +104,7 @@ _flatten = probe(DeviceMesh, "_flatten")
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of one dimension over the same ranks. All of them must call it."""
+    """Return a mesh of one dimension over the same ranks. All of them must call it."""
     return _flatten(mesh)
 
 
@@ -111,7 +117,7 @@ def root_mesh_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def rebind(dtensor: DTensor, new: DTensor) -> None:
-    """Make ``dtensor``, the same object, what ``new`` is: shape, dtype, local tensor and placement."""
+    """Give the object ``dtensor`` the shape, dtype, local tensor and placements of ``new``."""
     # An assignment to ``.data`` changes the outside of a wrapper subclass only.
     torch.Tensor.data.__set__(dtensor, new)  # type: ignore[attr-defined]
     dtensor._local_tensor = new._local_tensor

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils.checkpoint
 from torch.distributed import fsdp as _fsdp
 
 from shardwright.engine.compat.probe import probe
@@ -32,7 +31,7 @@ else:
             replicate: str | tuple[str, ...] | None = None
 
 
-#: The class that its sharded modules have, and by which torch and others know such.
+#: torch's class of sharded modules, by which torch and others recognise them
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 else:
@@ -41,11 +40,11 @@ else:
 _contract: Any = importlib.import_module("torch.distributed._composable.contract")
 _STATE_KEY, _REGISTRY_KEY = probe(_contract, "STATE_KEY"), probe(_contract, "REGISTRY_KEY")
 _RegistryItem = probe(_contract, "RegistryItem")
-#: Under which a module has its state: the function inside torch's decorator.
+#: Key of a module's state: the function inside torch's decorator
 _sharding: Any = probe(_fsdp, "fully_shard", "__wrapped__")
-#: Read by torch.compile, and by transformers: every rank then runs the same layers and the same generation steps.
+#: Attributes by which torch.compile, and transformers, know that every rank must run the same layers and steps
 _MANAGED = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-#: Attributes of modules that say so.
+#: Attributes that mark a module as sharded
 SHARDED_MARKS = (_STATE_KEY, _REGISTRY_KEY, *_MANAGED)
 
 
@@ -56,23 +55,26 @@ def mark_fully_sharded(module: torch.nn.Module, state: Any) -> None:
 
 
 def mark_managed(module: torch.nn.Module) -> None:
-    """The module is sharded, or inside a sharded one."""
+    """Mark a module that is sharded or inside a sharded one, for torch.compile and transformers."""
     module.__dict__.update(dict.fromkeys(_MANAGED, True))
 
 
 def unmark_fully_sharded(module: torch.nn.Module) -> None:
-    """Undo that: the module is a plain one."""
+    """Remove what :func:`mark_fully_sharded` has put on a module."""
     module.__dict__.get(_STATE_KEY, {}).pop(_sharding, None)
     module.__dict__.get(_REGISTRY_KEY, {}).pop(_sharding.__name__, None)
 
 
 def sharded_state_of(module: torch.nn.Module) -> Any:
-    """The state that :func:`mark_fully_sharded` or torch's own ``fully_shard`` has put on a module, if any."""
+    """Return the state that :func:`mark_fully_sharded` or torch's own ``fully_shard`` has put on a module, or None."""
     return module.__dict__.get(_STATE_KEY, {}).get(_sharding)
 
 
 def sharded_or_replicated_by_torch(module: torch.nn.Module) -> str | None:
-    """The name of torch's function that was applied to the module itself. This engine's modules have the same marks."""
+    """Return the name of torch's function, ``fully_shard`` or ``replicate``, that was applied to the module, or None.
+
+    This engine's modules have the same mark as those of torch's ``fully_shard``.
+    """
     registry = module.__dict__.get(_REGISTRY_KEY, {})
     return next((name for name in (_sharding.__name__, "replicate") if name in registry), None)
 
@@ -94,7 +96,7 @@ _torchs_own = {name: getattr(_fsdp, name, None) for name in _FSDP2_NAMES}
 
 
 def fsdp2_modules() -> list[ModuleType]:
-    """The modules from which programs import FSDP2, if this torch has them."""
+    """Return those modules from which programs import FSDP2 that this torch has."""
     modules = []
     for name in _FSDP2_MODULES:
         try:
@@ -105,12 +107,15 @@ def fsdp2_modules() -> list[ModuleType]:
 
 
 def torchs_own(name: str) -> Any:
-    """Torch's own object with a name of FSDP2, also after a replacement; None if this torch lacks it."""
+    """Return torch's own object of a name of FSDP2, even while another one replaces it, or None if torch has none."""
     return _torchs_own[name]
 
 
 class _FSDPClasses(dict[type, type]):
-    """The sharded class of each class, as torch keeps them. Ours are there for those who look, not for torch to use."""
+    """torch's table of the sharded class of each class, in which a reader finds this engine's classes, too.
+
+    torch itself, which looks with ``get``, does not find them and so does not use them.
+    """
 
     def __init__(self, torchs: dict[type, type]) -> None:
         super().__init__(torchs)
@@ -126,7 +131,7 @@ class _FSDPClasses(dict[type, type]):
 def _share_classes() -> Any:
     module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
     known = getattr(module, "cls_to_fsdp_cls", {})
-    if hasattr(known, "ours"):  # of this file under another name, or imported before
+    if hasattr(known, "ours"):  # the package was imported before
         return known
     classes = _FSDPClasses(known)
     if hasattr(

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -60,43 +59,43 @@ NOTHING: AbstractContextManager[Any] = _Nothing()  # type: ignore[assignment]
 
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that all transforms of torch.func have wrapped."""
+    """Return the tensor inside the wrappers of all transforms of torch.func."""
     while is_wrapped(tensor):
         tensor = _unwrap_transformed(tensor)
     return tensor
 
 
 def traced() -> bool:
-    """Whether make_fx records what runs now."""
+    """Return whether make_fx records what runs now."""
     return bool(_dispatch_modes()) and any(map(_traces, _dispatch_mode_stack()))
 
 
 def modes_are_active() -> bool:
-    """Whether a dispatch mode sees the operations of this thread."""
+    """Return whether a dispatch mode sees the operations of this thread."""
     return bool(_dispatch_modes())
 
 
 def outside_dispatch_modes() -> AbstractContextManager[Any]:
-    """Inside, no dispatch mode sees the operations of this thread."""
+    """Return a context inside which no dispatch mode sees the operations of this thread."""
     return _disable_dispatch_modes()  # type: ignore[no-any-return]
 
 
 def infers_shapes(types: Iterable[type]) -> bool:
-    """Whether an operation runs on fake tensors, or inside the mode that makes them."""
+    """Return whether an operation runs on fake tensors, or inside the mode that makes them."""
     return FakeTensor in types or _dispatch_mode(_FAKE) is not None
 
 
 def dispatches(kind: type) -> bool:
-    """Whether operations on tensors of this class go to its ``__torch_dispatch__``."""
+    """Return whether operations on tensors of this class go to its ``__torch_dispatch__``."""
     return kind.__torch_dispatch__ is not _no_dispatch  # type: ignore[attr-defined]
 
 
 def alone(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside, operations run outside of whatever the caller has around them that would change what they do.
+    """Return a context inside which operations do what they do by themselves, whatever surrounds the caller.
 
-    Those are transforms of torch.func, function modes, autocast on ``device``, and dispatch modes that trace, fake or
-    copy. Other dispatch modes stay: they count operations and collectives, and are to see these, too. Mostly nothing is
-    around, and that is all that is looked at then.
+    It suspends transforms of torch.func, function modes, autocast on ``device``, and dispatch modes that trace, fake or
+    copy. Other dispatch modes stay, because those that count operations or collectives must count these, too. Mostly
+    nothing is active, and then this costs four checks.
     """
     if not (_dispatch_modes() or transformed() or _function_modes() or _any_autocast()):
         return NOTHING
@@ -132,5 +131,5 @@ def _alone(device: str) -> Iterator[None]:
 
 
 def is_transformed(tensor: Any) -> bool:
-    """Whether torch.func, or a vmap, has wrapped the tensor."""
+    """Return whether torch.func, or a vmap, has wrapped the tensor."""
     return isinstance(tensor, torch.Tensor) and (is_wrapped(tensor) or _is_batched(tensor))

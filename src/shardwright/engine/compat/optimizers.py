@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 from shardwright.engine.compat.probe import probe, when_imported
 
 
 def muon_functions() -> tuple[Callable[..., torch.Tensor], Callable[..., Any]] | None:
-    """Two functions of torch's Muon: one orthogonalizes a direction, one adjusts the learning rate to a shape.
+    """Return two functions of torch's Muon, or None if this torch does not have them under these names.
 
-    None if this torch does not have them under these names.
+    The first orthogonalizes a direction, the second adjusts the learning rate to a shape.
     """
     module = getattr(torch.optim, "_muon", None)
     functions = [getattr(module, name, None) for name in ("_zeropower_via_newtonschulz", "_adjust_lr")]
@@ -23,13 +22,13 @@ def muon_functions() -> tuple[Callable[..., torch.Tensor], Callable[..., Any]] |
 
 
 def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
-    """The original step of an optimizer class. torch wraps it, for hooks, when it makes the first instance."""
+    """Return the original step of an optimizer class. torch wraps it, for hooks, when it makes the first instance."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """Hooks that were registered on this optimizer to run before or after its step."""
+    """Return the hooks that were registered on this optimizer to run before or after its step."""
     return [
         *optimizer._optimizer_step_pre_hooks.values(),
         *optimizer._optimizer_step_post_hooks.values(),
@@ -46,12 +45,12 @@ def seen_by_schedulers(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tell_schedulers(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's step was called, so a scheduler may step, too, and need not warn."""
+    """Note on an optimizer that its step was called, so that a scheduler that steps next does not warn."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def only_schedulers_wrap(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step in the optimizer itself is no more than its class's, in what a scheduler puts around it."""
+    """Return whether the step in the optimizer's own attributes is its class's step, wrapped by a scheduler."""
     step = vars(optimizer)["step"]
     return (
         hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
@@ -59,7 +58,7 @@ def only_schedulers_wrap(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def watch_zero_grad(after: Callable[[Iterable[torch.Tensor]], None]) -> None:
-    """From now on call ``after`` with the parameters after each ``zero_grad`` of an optimizer or a module.
+    """Call ``after`` with the parameters after each ``zero_grad`` of an optimizer or a module, from now on.
 
     torch has no hooks for it.
     """
@@ -80,8 +79,9 @@ def watch_zero_grad(after: Callable[[Iterable[torch.Tensor]], None]) -> None:
 
 
 def watch_optimizer_states(make: Callable[..., None], read: Callable[..., Any]) -> None:
-    """From now on let ``make`` make the state of optimizers that have none, and ``read`` read states, for torch's
-    functions of ``torch.distributed.checkpoint.state_dict``.
+    """Let ``make`` and ``read`` serve torch's functions of ``torch.distributed.checkpoint.state_dict`` from now on.
+
+    ``make`` makes the state of an optimizer that has none, ``read`` returns states.
 
     They are called as ``make(original, optimizer)`` and ``read(original, model, optimizers, info)``. The module is not
     imported here, since it takes long.

@@ -16,10 +16,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 
 def probe(owner: Any, *names: str) -> Any:
+    """Return the attribute ``names[0]`` of ``owner``, or of that the next one, and so on.
+
+    Raises:
+        ImportError: this torch lacks one of them. The error names it and the supported versions.
+    """
     for name in names:
         if not hasattr(owner, name):
             raise ImportError(

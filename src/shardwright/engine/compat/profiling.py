@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 from shardwright.engine.compat.modes import NOTHING
 from shardwright.engine.compat.probe import probe
@@ -21,22 +20,22 @@ def record_memory_history(enabled: bool) -> None:
 
 
 def dump_memory_history(path: str) -> None:
-    """Write what it remembers into a file for https://pytorch.org/memory_viz."""
+    """Write the allocator's record into a file for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(path)
 
 
 def annotate(name: str, unit: str = "") -> AbstractContextManager[Any]:
-    """A range in the profiler's trace, named as FSDP2 names it; nothing while no profiler runs."""
+    """Return a context that makes a range in the profiler's trace, with FSDP2's name, or nothing without a profiler."""
     if not _profiler_enabled():
         return NOTHING
     return torch.profiler.record_function(f"FSDP::{name} ({unit})" if unit else f"FSDP::{name}")
 
 
 def is_profiling() -> bool:
-    """Whether torch's profiler records this thread."""
+    """Return whether torch's profiler records this thread."""
     return _profiler_enabled()  # type: ignore[no-any-return]
 
 
 def synchronisation_events() -> Any:
-    """Settings of torch's profiler with which waits of streams for events are in the trace."""
+    """Return settings of torch's profiler with which its trace has the waits of streams for events."""
     return _ProfilerConfig(enable_cuda_sync_events=True)

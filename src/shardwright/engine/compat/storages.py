@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-import torch.utils.checkpoint
 
 from shardwright.engine.compat.modes import is_wrapped
 from shardwright.engine.compat.probe import probe
@@ -58,12 +57,12 @@ else:
 
 
 def block_of(memory: torch.Tensor, nbytes: int) -> torch.UntypedStorage:
-    """A storage over the first bytes of a flat tensor of bytes, whose memory it keeps alive."""
+    """Return a storage over the first bytes of a flat tensor of bytes. It keeps the tensor's memory alive."""
     return torch.from_dlpack(_to_dlpack(memory[:nbytes])).untyped_storage()
 
 
 def symmetric_pool(device: torch.device, backend: Literal["NCCL"]) -> Any:
-    """torch's pool of symmetric memory. Raises NotImplementedError if torch has none."""
+    """Return torch's pool of symmetric memory. Raises NotImplementedError if torch has none."""
     from torch.distributed import _symmetric_memory
 
     if not hasattr(_symmetric_memory, "get_mem_pool"):
@@ -86,23 +85,26 @@ def has_expandable_segments() -> bool:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """The address of the tensor's memory; 0 for tensors without memory (sparse, or wrapped by torch.func)."""
+    """Return the address of the tensor's memory, or 0 if it has none of its own (sparse, or wrapped by torch.func)."""
     return tensor.data_ptr() if tensor.layout is torch.strided and not is_wrapped(tensor) else 0
 
 
 def storage_class(storage: torch.TypedStorage) -> Any:
-    """The class as which a storage with a dtype is pickled, such as ``torch.FloatStorage``."""
+    """Return the class as which a storage with a dtype is pickled, such as ``torch.FloatStorage``."""
     return getattr(torch, storage._pickle_storage_type())
 
 
 def storage_key(memory: torch.Tensor | torch.UntypedStorage) -> int:
-    """A key that is equal for all tensors over one storage while one of them lives, also without memory."""
+    """Return a key of a tensor's storage: equal for all tensors over one storage, also if it has no memory.
+
+    Another storage may get the same key after the last of these tensors is gone.
+    """
     storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
     return storage._cdata
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """Number of tensors and storage handles that refer to this memory."""
+    """Return the number of tensors and storage handles that refer to this memory."""
     return _use_count(storage_key(storage))
 
 
@@ -111,14 +113,13 @@ def watch_resizes(
     on_resize: Callable[[torch.UntypedStorage], None],
     memory_of: Callable[[int], torch.UntypedStorage],
 ) -> Iterator[None]:
-    """Inside the context ``on_resize`` is called with each storage that Python code has given another size.
+    """Call ``on_resize`` with each storage to which Python code gives another size inside the context.
 
-    ``memory_of``: returns a storage of so many bytes, whose memory a resized storage gets if this machine refuses to
-    allocate as much.
+    ``memory_of`` returns a storage of a number of bytes. A resized storage gets its memory if this machine refuses to
+    allocate that number.
     """
     plain, plain_resizable = torch.UntypedStorage.resize_, torch.UntypedStorage.resizable
-    #: By a storage that got such memory, the empty storage that gave it. With the memory they have exchanged whether
-    #: they can be resized.
+    #: The empty storage that gave its memory, by the storage that got it. They exchanged whether they can be resized, too.
     lenders: dict[int, torch.UntypedStorage] = {}
 
     def resizable(storage: torch.UntypedStorage) -> bool:

@@ -12,7 +12,6 @@ from types import MemberDescriptorType
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
 from torch.utils import _python_dispatch
 from torch.utils._pytree import (
@@ -44,7 +43,7 @@ _foreach_clamp_max_ = probe(torch, "_foreach_clamp_max_")
 
 
 def foreach_clamp_(tensors: list[torch.Tensor], most: float) -> None:
-    """Clamp each to [-most, most] in place."""
+    """Clamp each tensor to [-most, most] in place."""
     _foreach_clamp_min_(tensors, -most)
     _foreach_clamp_max_(tensors, most)
 
@@ -53,7 +52,7 @@ def foreach_clamp_(tensors: list[torch.Tensor], most: float) -> None:
 OpOverload: Any = probe(torch._ops, "OpOverload")
 
 
-#: Name, in ``torch.nn.init``, of what fills a tensor with truncated normal numbers, in a loop that looks at them.
+#: Name in ``torch.nn.init`` of the function that fills a tensor with truncated normal numbers
 fill_truncated_normal = "_no_grad_trunc_normal_"
 probe(torch.nn.init, fill_truncated_normal)
 
@@ -65,24 +64,24 @@ make_wrapper: Callable[..., Any] = probe(torch.Tensor, "_make_wrapper_subclass")
 
 
 def tensor_without_memory(kind: type, meta: torch.Tensor, device: torch.device) -> Any:
-    """A tensor of class ``kind`` over the storage of ``meta`` that reports ``device`` as its device.
+    """Return a tensor of class ``kind`` over the storage of ``meta`` that reports ``device`` as its device.
 
-    The class is asked for its device (``prim.device``) and about every operation.
+    torch calls the class's ``__torch_dispatch__`` for every operation, also to ask for the device (``prim.device``).
     """
     return make_subclass(kind, meta, False, dispatch_device=True, device_for_backend_keys=device)
 
 
 def generator_key(generator: torch.Generator) -> int:
-    """The same for every Python object that stands for one generator, which operations are handed others of."""
+    """Return a key of a generator. Operations get new Python objects for one generator, and all have the same key."""
     return generator._cdata  # type: ignore[attr-defined,no-any-return]
 
 
 def set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """``tensor.data = new``, whatever the class of ``tensor`` makes of that."""
+    """Do what ``tensor.data = new`` does to a plain tensor, whatever the class of ``tensor`` makes of it."""
     torch.Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
 
 
-#: Set an object's class also where its class gives another one as ``__class__`` (``tensors/same_object.py``).
+#: Sets an object's class, even where its class gives another one as ``__class__`` (``tensors/same_object.py``).
 set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
 _exchange_tensors = getattr(torch._C, "_swap_tensor_impl", None)
 _EMPTY = torch.empty(0, device="cpu")
@@ -91,10 +90,10 @@ objects_become_sharded = subclasses_dispatch and _exchange_tensors is not None
 
 
 def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Let two Python objects exchange what they are: tensor, class and attributes. References to them stay.
+    """Exchange tensor, class and attributes of two Python objects. References to the objects stay.
 
-    As ``torch.utils.swap_tensors``, but weak references and graphs may refer to them. A graph keeps the tensor, not the
-    object. Both objects must have the same gradient hooks, which stay where they are.
+    Unlike with ``torch.utils.swap_tensors``, weak references and graphs may refer to them. A graph keeps the tensor,
+    not the object. Both objects must have the same gradient hooks, which stay where they are.
 
     Raises:
         RuntimeError, TypeError: the objects are laid out differently, or C++ refers to a tensor weakly. Nothing has
@@ -143,13 +142,13 @@ _HOOKS = (
 
 
 def hook_count(model: torch.nn.Module) -> int:
-    """The number of hooks on the modules and parameters of a model."""
+    """Return the number of hooks on the modules and parameters of a model."""
     owners = (*model.modules(), *model.parameters())
     return sum(len(getattr(owner, name, None) or ()) for owner in owners for name in _HOOKS)
 
 
 def is_persistent(module: torch.nn.Module, buffer: str) -> bool:
-    """Whether state dicts have this buffer of the module."""
+    """Return whether state dicts have this buffer of the module."""
     return buffer not in module._non_persistent_buffers_set
 
 
@@ -159,8 +158,10 @@ is_view: Callable[[torch.Tensor], bool] = probe(torch.Tensor, "_is_view")
 
 @contextmanager
 def watch_reads(on_read: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Inside the context ``on_read`` is called with each tensor of which ``tolist`` or ``numpy`` is called, or by whose
-    values ``tensor_split`` divides another one: torch reads them without an operation."""
+    """Call ``on_read`` inside the context with each tensor whose values torch reads without an operation.
+
+    ``tolist`` and ``numpy`` read so, and ``tensor_split`` reads the tensor by whose values it divides another one.
+    """
     with ExitStack() as stack:
         places: tuple[Any, ...] = (torch, torch.Tensor)
         for place in places:
