@@ -20,9 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright as sw
-from shardwright.engine.compat.dtensor import (
-    subclasses_dispatch,
-)
+from shardwright.engine.compat.dtensor import subclasses_dispatch
 from shardwright.engine.tensors import reading
 from tests.support import multirank, world_mesh
 

@@ -17,9 +17,7 @@ from shardwright.engine.assembly.find import Owned, ShardPlacementFn, mesh_asked
 from shardwright.engine.base.offload import Offload
 from shardwright.engine.base.precision import PrecisionPolicy, gradient_dtypes, policy_for
 from shardwright.engine.base.site import UnitSite
-from shardwright.engine.compat.dtensor import (
-    local_of,
-)
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.layout import GradientDtypes, Ragged, TensorSpec, UnitLayout, plan_unit
 from shardwright.engine.memory import Slab
 from shardwright.engine.tensors.cut import Cut, cut_alone, make_cut

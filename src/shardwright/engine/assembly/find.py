@@ -11,9 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwright.engine.compat.dtensor import (
-    local_of,
-)
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.tensors.extension import is_attached, is_extended
 from shardwright.engine.tensors.parameter import Managed, Slot, has_no_values, plain_of, unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor

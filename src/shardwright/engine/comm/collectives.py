@@ -30,9 +30,7 @@ from shardwright.engine.compat.collectives import (
     backend_for,
     reduce_scatter_of,
 )
-from shardwright.engine.compat.tensors import (
-    foreach_copy_,
-)
+from shardwright.engine.compat.tensors import foreach_copy_
 
 
 class Pending:

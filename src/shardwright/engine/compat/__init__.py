@@ -51,13 +51,8 @@ if TYPE_CHECKING:
         set_activation_memory_budget,
         uncompiled,
     )
-    from shardwright.engine.compat.dtensor import (
-        dtensor_of,
-        local_of,
-    )
-    from shardwright.engine.compat.fully_shard import (
-        DataParallelMeshDims,
-    )
+    from shardwright.engine.compat.dtensor import dtensor_of, local_of
+    from shardwright.engine.compat.fully_shard import DataParallelMeshDims
     from shardwright.engine.compat.modes import (
         TorchDispatchMode,
         alone,

@@ -38,7 +38,7 @@ local_of: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
 def made_of(kind: Any, parts: dict[str, torch.Tensor], context: Any, like: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor of class ``kind`` and ``like``'s shape from the parts of its ``__tensor_flatten__``."""
+    """Return a contiguous tensor of class ``kind`` and ``like``'s shape from parts as of its ``__tensor_flatten__``."""
     stride = torch.empty(like.shape, device="meta").stride()
     return kind.__tensor_unflatten__(parts, context, like.shape, stride)  # type: ignore[no-any-return]
 

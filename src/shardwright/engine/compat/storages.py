@@ -119,7 +119,7 @@ def watch_resizes(
     allocate that number.
     """
     plain, plain_resizable = torch.UntypedStorage.resize_, torch.UntypedStorage.resizable
-    #: The empty storage that gave its memory, by the storage that got it. They exchanged whether they can be resized, too.
+    #: For each storage that got such memory the empty one that gave it. They exchanged whether they can be resized, too.
     lenders: dict[int, torch.UntypedStorage] = {}
 
     def resizable(storage: torch.UntypedStorage) -> bool:

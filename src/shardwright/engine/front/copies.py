@@ -21,12 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.engine.assembly.find import UNIT, ShardPlacementFn, ShardPlacementResult, find_parameters
 from shardwright.engine.comm import GradientHook
-from shardwright.engine.compat.dtensor import (
-    local_of,
-)
-from shardwright.engine.compat.fully_shard import (
-    unmark_fully_sharded,
-)
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat.fully_shard import unmark_fully_sharded
 from shardwright.engine.gradients.stepping import forget_stepped
 from shardwright.engine.model.calls import Calls
 from shardwright.engine.tensors.extension import is_attached

@@ -21,10 +21,7 @@ from shardwright.engine.compat.autograd import (
     set_post_accumulate_grad_hooks,
     watch_backward,
 )
-from shardwright.engine.compat.modes import (
-    NOTHING,
-    is_transformed,
-)
+from shardwright.engine.compat.modes import NOTHING, is_transformed
 from shardwright.engine.model.root import Root, roots, running_backward, selecting
 from shardwright.engine.tensors.parameter import STANDS_FOR, Managed, unit_of
 from shardwright.engine.tensors.ragged_numbers import Number, read_number

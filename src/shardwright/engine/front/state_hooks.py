@@ -14,12 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.engine.assembly.ties import load_of
 from shardwright.engine.base.precision import restore_buffers
-from shardwright.engine.compat.dtensor import (
-    local_of,
-)
-from shardwright.engine.compat.storages import (
-    storage_key,
-)
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat.storages import storage_key
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import Managed, ShardedParameter, unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor

@@ -17,12 +17,8 @@ from torch import nn
 from shardwright.engine.assembly.find import UNIT, own_modules
 from shardwright.engine.assembly.states import digest
 from shardwright.engine.base.offload import whole_of
-from shardwright.engine.compat.autograd import (
-    in_backward,
-)
-from shardwright.engine.compat.dtensor import (
-    local_of,
-)
+from shardwright.engine.compat.autograd import in_backward
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.model.divergence import UNSHARD
 from shardwright.engine.model.optimizer_hook import reduce_held
 from shardwright.engine.model.root import root_of

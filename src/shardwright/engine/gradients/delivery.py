@@ -19,15 +19,9 @@ from shardwright.engine.compat.autograd import (
     post_accumulate_grad_hooks,
     waits_for_other_gradients,
 )
-from shardwright.engine.compat.dtensor import (
-    local_of,
-)
-from shardwright.engine.compat.modes import (
-    quick_attributes,
-)
-from shardwright.engine.compat.storages import (
-    storage_use_count,
-)
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat.modes import quick_attributes
+from shardwright.engine.compat.storages import storage_use_count
 from shardwright.engine.gradients.packer import Packer
 from shardwright.engine.layout import Packing
 from shardwright.engine.memory import Owner, Slab

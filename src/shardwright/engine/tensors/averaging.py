@@ -18,18 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.engine.comm import Communicator, HostFlag, Streams
 from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.autograd import (
-    gradient_hooks,
-)
-from shardwright.engine.compat.dtensor import (
-    local_of,
-)
-from shardwright.engine.compat.modes import (
-    is_transformed,
-)
-from shardwright.engine.compat.tensors import (
-    tree_leaves,
-)
+from shardwright.engine.compat.autograd import gradient_hooks
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat.modes import is_transformed
+from shardwright.engine.compat.tensors import tree_leaves
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.reading import GRADIENT, KINDS, VALUE, agree_to_read_over
 from shardwright.engine.tensors.summed import CutGradient, EngineHook

@@ -11,12 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwright.engine.compat.dtensor import (
-    made_of,
-)
-from shardwright.engine.compat.tensors import (
-    is_made_of_tensors,
-)
+from shardwright.engine.compat.dtensor import made_of
+from shardwright.engine.compat.tensors import is_made_of_tensors
 
 #: Errors that classes raise for operations that they do not support, or not for this part.
 LACKING = (NotImplementedError, TypeError, ValueError)

@@ -12,10 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.compat.dtensor import (
-    dtensor_of,
-    local_of,
-)
+from shardwright.engine.compat.dtensor import dtensor_of, local_of
 from shardwright.engine.layout import RaggedSegment, Run, Segment, TensorSpec
 from shardwright.engine.memory import Slab
 from shardwright.engine.tensors import ragged

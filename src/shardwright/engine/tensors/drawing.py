@@ -12,9 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright.engine.comm import Communicator
-from shardwright.engine.compat.dtensor import (
-    local_of,
-)
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.reading import DRAW, agree_to_read_over
 

@@ -14,16 +14,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwright.engine.compat.collectives import (
-    all_gather_single,
-)
-from shardwright.engine.compat.dtensor import (
-    dtensor_of,
-    local_of,
-)
-from shardwright.engine.compat.storages import (
-    storage_key,
-)
+from shardwright.engine.compat.collectives import all_gather_single
+from shardwright.engine.compat.dtensor import dtensor_of, local_of
+from shardwright.engine.compat.storages import storage_key
 from shardwright.engine.memory import resize
 
 

@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.engine.comm.groups import make_group
-from shardwright.engine.compat.dtensor import (
-    root_mesh_of,
-)
+from shardwright.engine.compat.dtensor import root_mesh_of
 
 
 def ascends(mesh: DeviceMesh, axes: Iterable[int] | None = None) -> bool:

@@ -16,21 +16,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from shardwright.engine.comm import Communicator
-from shardwright.engine.compat.autograd import (
-    in_backward,
-    increment_version,
-)
-from shardwright.engine.compat.dtensor import (
-    dtensor_of,
-    local_of,
-    rebind,
-    replicates_implicitly,
-    waited,
-)
-from shardwright.engine.compat.tensors import (
-    tree_leaves,
-    tree_map,
-)
+from shardwright.engine.compat.autograd import in_backward, increment_version
+from shardwright.engine.compat.dtensor import dtensor_of, local_of, rebind, replicates_implicitly, waited
+from shardwright.engine.compat.tensors import tree_leaves, tree_map
 from shardwright.engine.tensors.gathering import full_of
 from shardwright.engine.tensors.naming import parameter_behind, parameter_of
 from shardwright.engine.tensors.reading import BESIDE, NUMBER, agree_to_read

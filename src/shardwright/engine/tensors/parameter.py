@@ -17,31 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.compat.autograd import (
-    grad_of,
-    set_grad,
-)
+from shardwright.engine.compat.autograd import grad_of, set_grad
 from shardwright.engine.compat.callers import (
     called_by_compiler,
     called_by_parameter,
     called_by_split_backward,
 )
-from shardwright.engine.compat.dtensor import (
-    local_of,
-    rebind,
-)
-from shardwright.engine.compat.modes import (
-    dispatches,
-)
-from shardwright.engine.compat.storages import (
-    storage_key,
-)
-from shardwright.engine.compat.tensors import (
-    is_made_of_tensors,
-    moved_into,
-    set_class,
-    tree_leaves,
-)
+from shardwright.engine.compat.dtensor import local_of, rebind
+from shardwright.engine.compat.modes import dispatches
+from shardwright.engine.compat.storages import storage_key
+from shardwright.engine.compat.tensors import is_made_of_tensors, moved_into, set_class, tree_leaves
 from shardwright.engine.tensors.averaging import OWN, RECIPE
 from shardwright.engine.tensors.cut import Cut
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended

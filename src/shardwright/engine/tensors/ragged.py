@@ -19,22 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.callers import (
-    called_by_stager,
-    refusal,
-)
-from shardwright.engine.compat.dtensor import (
-    dtensor_of,
-    is_traced,
-)
-from shardwright.engine.compat.modes import (
-    disabled_torch_function,
-)
-from shardwright.engine.compat.tensors import (
-    make_wrapper,
-    tree_leaves,
-    tree_map,
-)
+from shardwright.engine.compat.callers import called_by_stager, refusal
+from shardwright.engine.compat.dtensor import dtensor_of, is_traced
+from shardwright.engine.compat.modes import disabled_torch_function
+from shardwright.engine.compat.tensors import make_wrapper, tree_leaves, tree_map
 from shardwright.engine.tensors.averaging import (
     average,
     average_gradient,

@@ -12,14 +12,8 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.compat.modes import (
-    disabled_torch_function,
-)
-from shardwright.engine.compat.tensors import (
-    make_subclass,
-    tree_leaves,
-    tree_map,
-)
+from shardwright.engine.compat.modes import disabled_torch_function
+from shardwright.engine.compat.tensors import make_subclass, tree_leaves, tree_map
 from shardwright.engine.tensors.averaging import (
     agree_on_value,
     average,

@@ -15,20 +15,10 @@ import torch
 import torch.distributed as dist
 
 from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.autograd import (
-    in_backward,
-    increment_version,
-)
-from shardwright.engine.compat.callers import (
-    refusal,
-)
-from shardwright.engine.compat.dtensor import (
-    all_reduce_traced,
-    is_traced,
-)
-from shardwright.engine.compat.tensors import (
-    foreach_norm,
-)
+from shardwright.engine.compat.autograd import in_backward, increment_version
+from shardwright.engine.compat.callers import refusal
+from shardwright.engine.compat.dtensor import all_reduce_traced, is_traced
+from shardwright.engine.compat.tensors import foreach_norm
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.ragged import (
     HANDLERS,

@@ -14,14 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwright.engine.compat.autograd import (
-    gradient_hooks,
-    refuse_backward,
-    share_gradient_hooks,
-)
-from shardwright.engine.compat.modes import (
-    quick_attributes,
-)
+from shardwright.engine.compat.autograd import gradient_hooks, refuse_backward, share_gradient_hooks
+from shardwright.engine.compat.modes import quick_attributes
 from shardwright.engine.compat.tensors import (
     exchange,
     moved_into,

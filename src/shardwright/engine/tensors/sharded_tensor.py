@@ -14,14 +14,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from shardwright.engine.compat.autograd import (
-    in_backward,
-    increment_version,
-)
-from shardwright.engine.compat.callers import (
-    called_by_stager,
-    refusal,
-)
+from shardwright.engine.compat.autograd import in_backward, increment_version
+from shardwright.engine.compat.callers import called_by_stager, refusal
 from shardwright.engine.compat.dtensor import (
     StridedShard,
     dtensor_of,
@@ -30,13 +24,8 @@ from shardwright.engine.compat.dtensor import (
     subclasses_dispatch,
     waited,
 )
-from shardwright.engine.compat.storages import (
-    storage_key,
-)
-from shardwright.engine.compat.tensors import (
-    tree_leaves,
-    tree_map,
-)
+from shardwright.engine.compat.storages import storage_key
+from shardwright.engine.compat.tensors import tree_leaves, tree_map
 from shardwright.engine.tensors.averaging import (
     agree_on_value,
     average,
@@ -66,14 +55,7 @@ from shardwright.engine.tensors.operations import (
 )
 from shardwright.engine.tensors.reading import agree_to_read
 from shardwright.engine.tensors.summed import cut_gradient, refuse_loss_in_place
-from shardwright.engine.tensors.through_whole import (
-    BY_POSITION,
-    Step,
-    can_edit,
-    edit,
-    refuse,
-    views,
-)
+from shardwright.engine.tensors.through_whole import BY_POSITION, Step, can_edit, edit, refuse, views
 from shardwright.engine.tensors.unset import begin_edit, mark_of, unmark
 
 #: The dtype in which modules compute, set on a sharded tensor that was used beside this rank's plain tensors.

@@ -12,12 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwright.engine.compat.autograd import (
-    gradient_hooks,
-)
-from shardwright.engine.compat.callers import (
-    refusal,
-)
+from shardwright.engine.compat.autograd import gradient_hooks
+from shardwright.engine.compat.callers import refusal
 
 CutFunction = Callable[[torch.Tensor], torch.Tensor]
 

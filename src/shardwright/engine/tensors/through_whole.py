@@ -14,19 +14,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwright.engine.compat.autograd import (
-    increment_version,
-)
-from shardwright.engine.compat.callers import (
-    refusal,
-)
-from shardwright.engine.compat.dtensor import (
-    StridedShard,
-    local_of,
-)
-from shardwright.engine.compat.tensors import (
-    tree_map,
-)
+from shardwright.engine.compat.autograd import increment_version
+from shardwright.engine.compat.callers import refusal
+from shardwright.engine.compat.dtensor import StridedShard, local_of
+from shardwright.engine.compat.tensors import tree_map
 from shardwright.engine.tensors.naming import parameter_behind
 from shardwright.engine.tensors.ragged import RaggedTensor
 

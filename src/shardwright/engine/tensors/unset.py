@@ -12,15 +12,9 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.compat.dtensor import (
-    local_of,
-)
-from shardwright.engine.compat.storages import (
-    storage_key,
-)
-from shardwright.engine.compat.tensors import (
-    tree_leaves,
-)
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat.storages import storage_key
+from shardwright.engine.compat.tensors import tree_leaves
 
 _aten = torch.ops.aten
 #: They write every element of their first argument and read none of it.

@@ -24,9 +24,7 @@ from shardwright.engine.base.settings import ModelOptions, Settings
 from shardwright.engine.base.site import UnitSite
 from shardwright.engine.base.visit import Activity
 from shardwright.engine.comm import Communicator, neighbours
-from shardwright.engine.compat.dtensor import (
-    local_of,
-)
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.gradients.due import Held
 from shardwright.engine.gradients.reduction import Reduction
 from shardwright.engine.gradients.stepping import Stepping

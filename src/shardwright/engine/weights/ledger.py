@@ -16,13 +16,8 @@ from itertools import compress
 
 import torch
 
-from shardwright.engine.compat.autograd import (
-    increment_version,
-    set_versions,
-)
-from shardwright.engine.compat.modes import (
-    quick_attributes,
-)
+from shardwright.engine.compat.autograd import increment_version, set_versions
+from shardwright.engine.compat.modes import quick_attributes
 from shardwright.engine.memory import Owner
 from shardwright.engine.tensors.parameter import ManagedParameter
 
