@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwright as sw
 from shardwright.engine.compat.dtensor import subclasses_dispatch
-from shardwright.engine.tensors import reading
+from shardwright.engine.tensors.numbers import reading
 from tests.support import multirank, world_mesh
 
 pytestmark = pytest.mark.skipif(not subclasses_dispatch, reason="torch asks no subclass of DTensor")

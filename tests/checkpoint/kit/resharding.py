@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwright as sw
 from shardwright.engine.compat.checkpoints import boxes_to_load
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 from tests.engine.kit.models import full
 from tests.engine.kit.tensor_parallel import data_mesh, data_rank, mesh_of
 from tests.support import world_mesh

@@ -29,7 +29,7 @@ from shardwright.engine.tensors.parameter import (
     has_no_values,
     in_place_view,
 )
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 from shardwright.engine.tensors.same_object import Exchanged
 from shardwright.engine.tensors.tensor_parallel import TensorParallel
 

@@ -119,7 +119,7 @@ def watch_resizes(
     allocate that number.
     """
     plain, plain_resizable = torch.UntypedStorage.resize_, torch.UntypedStorage.resizable
-    #: For each storage that got such memory the empty one that gave it. They exchanged whether they can be resized, too.
+    #: For each storage that got such memory the empty one that gave it. Whether they can be resized moved with it.
     lenders: dict[int, torch.UntypedStorage] = {}
 
     def resizable(storage: torch.UntypedStorage) -> bool:

@@ -18,7 +18,7 @@ from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.compat.storages import storage_key
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import Managed, ShardedParameter, unit_of
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 from shardwright.engine.unit.owning import settle
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete

@@ -25,9 +25,9 @@ from shardwright.engine.compat.storages import storage_use_count
 from shardwright.engine.gradients.packer import Packer
 from shardwright.engine.layout import Packing
 from shardwright.engine.memory import Owner, Slab
+from shardwright.engine.tensors.numbers.hooks import EngineHook, only_engine_hooks
 from shardwright.engine.tensors.parameter import ManagedParameter, is_cut_like
 from shardwright.engine.tensors.ranks import Ranks
-from shardwright.engine.tensors.summed import EngineHook, only_engine_hooks
 
 _gradient_of: Callable[[torch.Tensor], Any] = operator.attrgetter("grad")
 

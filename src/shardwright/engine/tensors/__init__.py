@@ -1,3 +1,3 @@
 """One parameter: its sharded and its full form, its cut, and its ranks. This room knows no units."""
 
-import shardwright.engine.tensors.ragged_ops  # fills the table of operations on ragged tensors
+import shardwright.engine.tensors.ragged.operations  # fills the table of operations on ragged tensors

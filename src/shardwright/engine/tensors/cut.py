@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from shardwright.engine.compat.dtensor import dtensor_of, local_of
 from shardwright.engine.layout import RaggedSegment, Run, Segment, TensorSpec
 from shardwright.engine.memory import Slab
-from shardwright.engine.tensors import ragged
 from shardwright.engine.tensors.gathering import full_of
-from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.engine.tensors.ragged_spec import RaggedSpec
+from shardwright.engine.tensors.ragged import tensor as ragged
+from shardwright.engine.tensors.ragged.spec import RaggedSpec
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 from shardwright.engine.tensors.ranks import Ranks
-from shardwright.engine.tensors.sharded_tensor import as_sharded
+from shardwright.engine.tensors.rows.tensor import as_sharded
 from shardwright.engine.tensors.tensor_parallel import TensorParallel
 
 

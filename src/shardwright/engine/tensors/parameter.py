@@ -27,10 +27,19 @@ from shardwright.engine.compat.dtensor import local_of, rebind
 from shardwright.engine.compat.modes import dispatches
 from shardwright.engine.compat.storages import storage_key
 from shardwright.engine.compat.tensors import is_made_of_tensors, moved_into, set_class, tree_leaves
-from shardwright.engine.tensors.averaging import OWN, RECIPE
 from shardwright.engine.tensors.cut import Cut
+from shardwright.engine.tensors.edits.unset import unmark
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.numbers.averaging import OWN, RECIPE
+from shardwright.engine.tensors.numbers.hooks import forget_hooks
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
+from shardwright.engine.tensors.rows.tensor import (
+    BESIDE_PLAIN,
+    EDITED,
+    ShardedCopy,
+    ShardedTensor,
+    as_class,
+)
 from shardwright.engine.tensors.same_object import (
     BODY,
     HOLDS,
@@ -42,15 +51,6 @@ from shardwright.engine.tensors.same_object import (
     full_class,
     keep_object,
 )
-from shardwright.engine.tensors.sharded_tensor import (
-    BESIDE_PLAIN,
-    EDITED,
-    ShardedCopy,
-    ShardedTensor,
-    as_class,
-)
-from shardwright.engine.tensors.summed import forget_hooks
-from shardwright.engine.tensors.unset import unmark
 
 #: Set on a sharded parameter: a weak reference to its unit.
 UNIT_OF = "_shardwright_unit_of"

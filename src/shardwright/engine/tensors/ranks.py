@@ -18,8 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwright.engine.comm import Communicator
 from shardwright.engine.layout import Strategy
-from shardwright.engine.tensors.mesh_order import ascending
-from shardwright.engine.tensors.ragged_spec import group_of
+from shardwright.engine.tensors.meshes import ascending, group_of
 from shardwright.engine.tensors.tensor_parallel import Spmd
 
 #: An axis of fewer ranks communicates nothing. Tests set 1: on a machine with one GPU, NCCL then runs in its streams.

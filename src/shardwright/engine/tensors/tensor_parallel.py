@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from shardwright.engine.compat.dtensor import StridedShard, concatenated, flattened, local_of, waited
 from shardwright.engine.compat.fully_shard import DataParallelMeshDims
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly
-from shardwright.engine.tensors.mesh_order import check_ascends
+from shardwright.engine.tensors.meshes import check_ascends
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 

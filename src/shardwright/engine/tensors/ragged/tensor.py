@@ -23,21 +23,27 @@ from shardwright.engine.compat.callers import called_by_stager, refusal
 from shardwright.engine.compat.dtensor import dtensor_of, is_traced
 from shardwright.engine.compat.modes import disabled_torch_function
 from shardwright.engine.compat.tensors import make_wrapper, tree_leaves, tree_map
-from shardwright.engine.tensors.averaging import (
+from shardwright.engine.tensors.edits.unset import begin_edit, unmark
+from shardwright.engine.tensors.gathering import free, full_of
+from shardwright.engine.tensors.naming import parameter_of
+from shardwright.engine.tensors.numbers.averaging import (
     average,
-    average_gradient,
     groups_of,
     has_gradient,
     is_own,
     mark_own,
     note_recipe,
     recipe_of,
+)
+from shardwright.engine.tensors.numbers.hooks import (
+    average_gradient,
+    cut_gradient,
+    refuse_loss_in_place,
     tracked,
 )
-from shardwright.engine.tensors.compound import copied, has_other_lengths, part_as
-from shardwright.engine.tensors.gathering import free, full_of
-from shardwright.engine.tensors.naming import parameter_of
-from shardwright.engine.tensors.ragged_numbers import (
+from shardwright.engine.tensors.numbers.reading import agree_to_read
+from shardwright.engine.tensors.ragged.compound import copied, has_other_lengths, part_as
+from shardwright.engine.tensors.ragged.numbers import (
     Number,
     agree_on_factors,
     as_number,
@@ -45,10 +51,7 @@ from shardwright.engine.tensors.ragged_numbers import (
     plain_of,
     read_number,
 )
-from shardwright.engine.tensors.ragged_spec import RaggedSpec
-from shardwright.engine.tensors.reading import agree_to_read
-from shardwright.engine.tensors.summed import cut_gradient, refuse_loss_in_place
-from shardwright.engine.tensors.unset import begin_edit, unmark
+from shardwright.engine.tensors.ragged.spec import RaggedSpec
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -1,13 +1,14 @@
-"""Gradients of sharded tensors that were summed or added to a plain loss. Autograd makes them plain or whole.
+"""The engine's own gradient hooks on sharded tensors, which are not the user's hooks.
 
-This file cuts them again, so that a parameter's gradient is sharded like the parameter. It knows no units and
-optimizers.
+Autograd makes the gradient of a tensor that was summed, or added to a plain loss, plain or whole; a hook cuts it again,
+so that a parameter's gradient is sharded like the parameter. Other hooks average a gradient over the ranks, or scale
+it. This file knows no units and optimizers.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -42,6 +43,11 @@ class CutGradient(EngineHook):
         return self.cut(gradient)
 
 
+def tracked(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether autograd records an operation on these tensors."""
+    return torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+
+
 def cut_gradient(tensor: torch.Tensor, cut: CutFunction) -> None:
     """Let ``cut`` make this rank's part of the gradient of ``tensor``, which is about to be summed or added.
 
@@ -54,6 +60,53 @@ def cut_gradient(tensor: torch.Tensor, cut: CutFunction) -> None:
             hook.cut = cut  # the cut of the parameter may have changed
             return
     tensor.register_hook(CutGradient(cut))
+
+
+class AverageGradient(EngineHook):
+    """A gradient hook of a value that the program reads: the gradient becomes its mean over the ranks."""
+
+    def __init__(self, average: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.average = average
+
+    def replaced(self, gradient: torch.Tensor) -> torch.Tensor:
+        return self.average(gradient)
+
+
+class ScaleGradient(EngineHook):
+    """A gradient hook of a parameter whose unit divides gradients by another number than that of the ranks."""
+
+    def __init__(self, factor: Callable[[], float]) -> None:
+        self.factor = factor
+
+    def replaced(self, gradient: torch.Tensor) -> torch.Tensor:
+        factor = self.factor()
+        return gradient if factor == 1 else gradient * factor
+
+
+def average_gradient(tensor: torch.Tensor, average: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let ``average`` replace the gradient of ``tensor``, which a program is about to read. It must not refer to it."""
+    if tracked([tensor]):
+        register(tensor, AverageGradient(average))
+
+
+def register(tensor: torch.Tensor, hook: EngineHook) -> None:
+    """Register a hook of the engine, in the place of an earlier one of its kind."""
+    hooks = gradient_hooks(tensor) or {}
+    for number, each in hooks.items():
+        if type(each) is type(hook):
+            hooks[number] = hook
+            return
+    tensor.register_hook(hook)
+    hooks = gradient_hooks(tensor) or {}
+    for number in [number for number, each in hooks.items() if type(each) is CutGradient]:
+        hooks[number] = hooks.pop(number)  # a gradient is averaged before it is cut
+
+
+def forget_scale(tensor: torch.Tensor) -> None:
+    """Remove the hook of another unit that had the parameter before."""
+    hooks = gradient_hooks(tensor) or {}
+    for number in [number for number, each in hooks.items() if type(each) is ScaleGradient]:
+        del hooks[number]
 
 
 def forget_hooks(tensor: torch.Tensor) -> None:

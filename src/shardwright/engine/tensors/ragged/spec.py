@@ -6,7 +6,6 @@ import functools
 import hashlib
 import itertools
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.engine.comm.groups import make_group
+from shardwright.engine.tensors.meshes import group_of
 from shardwright.engine.tensors.tensor_parallel import TensorParallel
 
 
@@ -163,21 +162,6 @@ class RaggedSpec:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedSpec:
         return self
-
-
-#: Groups of whole meshes by the group of the first dimension, which several meshes may share, and by their ranks.
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A group of all ranks of a mesh of several dimensions, made when first needed. All ranks must call it together."""
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    groups = _groups.setdefault(mesh.get_group(0), {})
-    if ranks not in groups:
-        groups[ranks] = make_group(ranks)
-    return groups[ranks]
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[list[int], list[int]]]:

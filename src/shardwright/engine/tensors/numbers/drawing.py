@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.engine.comm import Communicator
 from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.tensors.naming import parameter_of
-from shardwright.engine.tensors.reading import DRAW, agree_to_read_over
+from shardwright.engine.tensors.numbers.reading import DRAW, agree_to_read_over
 
 
 def agree_to_draw(func: Any, target: DTensor, generator: torch.Generator | None, key: torch.Tensor) -> None:

@@ -19,8 +19,12 @@ from shardwright.engine.compat.autograd import in_backward, increment_version
 from shardwright.engine.compat.callers import refusal
 from shardwright.engine.compat.dtensor import all_reduce_traced, is_traced
 from shardwright.engine.compat.tensors import foreach_norm
+from shardwright.engine.tensors.edits.by_position import BY_POSITION, edit
 from shardwright.engine.tensors.naming import parameter_of
-from shardwright.engine.tensors.ragged import (
+from shardwright.engine.tensors.numbers.hooks import cut_gradient
+from shardwright.engine.tensors.numbers.reading import agree_to_read
+from shardwright.engine.tensors.ragged.spec import RaggedSpec
+from shardwright.engine.tensors.ragged.tensor import (
     HANDLERS,
     Handler,
     RaggedTensor,
@@ -30,10 +34,6 @@ from shardwright.engine.tensors.ragged import (
     part_of,
     refuse,
 )
-from shardwright.engine.tensors.ragged_spec import RaggedSpec
-from shardwright.engine.tensors.reading import agree_to_read
-from shardwright.engine.tensors.summed import cut_gradient
-from shardwright.engine.tensors.through_whole import BY_POSITION, edit
 
 aten = torch.ops.aten
 

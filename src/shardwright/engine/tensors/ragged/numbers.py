@@ -14,10 +14,9 @@ import torch
 
 from shardwright.engine.compat.modes import disabled_torch_function
 from shardwright.engine.compat.tensors import make_subclass, tree_leaves, tree_map
-from shardwright.engine.tensors.averaging import (
+from shardwright.engine.tensors.numbers.averaging import (
     agree_on_value,
     average,
-    average_gradient,
     groups_of,
     has_gradient,
     is_own,
@@ -25,7 +24,8 @@ from shardwright.engine.tensors.averaging import (
     note_recipe,
     recipe_of,
 )
-from shardwright.engine.tensors.ragged_spec import RaggedSpec
+from shardwright.engine.tensors.numbers.hooks import average_gradient
+from shardwright.engine.tensors.ragged.spec import RaggedSpec
 
 _aten = torch.ops.aten
 #: The gradient of the result is that of each number, or the negative of it.

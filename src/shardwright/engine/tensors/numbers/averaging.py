@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.engine.comm import Communicator, HostFlag, Streams
 from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.autograd import gradient_hooks
 from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.compat.modes import is_transformed
 from shardwright.engine.compat.tensors import tree_leaves
 from shardwright.engine.tensors.naming import parameter_of
-from shardwright.engine.tensors.reading import GRADIENT, KINDS, VALUE, agree_to_read_over
-from shardwright.engine.tensors.summed import CutGradient, EngineHook
+from shardwright.engine.tensors.numbers.reading import GRADIENT, KINDS, VALUE, agree_to_read_over
 
 #: Set on a tensor that was computed from sharded parameters: a hash of the operations and numbers that made it.
 RECIPE = "_shardwright_recipe"
@@ -33,11 +31,6 @@ OWN = "_shardwright_own"
 #: By streams of an accelerator: a flag that is set if ranks averaged gradients of different values, or joined such
 #: values. A flag holds its streams weakly, because a value that holds its key would keep both.
 _differs: weakref.WeakKeyDictionary[Streams, HostFlag] = weakref.WeakKeyDictionary()
-
-
-def tracked(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether autograd records an operation on these tensors."""
-    return torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
 
 
 def is_own(tensor: torch.Tensor) -> bool:
@@ -83,56 +76,6 @@ def note_recipe(func: Any, args: Any, kwargs: Any, results: Any) -> None:
     for number, made in enumerate(results if isinstance(results, (list, tuple)) else (results,)):
         if isinstance(made, torch.Tensor) and type(made) is not torch.Tensor:
             made.__dict__[RECIPE] = recipe + number
-
-
-# -- hooks -----------------------------------------------------------------------------------------------------------
-
-
-class AverageGradient(EngineHook):
-    """A gradient hook of a value that the program reads: the gradient becomes its mean over the ranks."""
-
-    def __init__(self, average: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.average = average
-
-    def replaced(self, gradient: torch.Tensor) -> torch.Tensor:
-        return self.average(gradient)
-
-
-class ScaleGradient(EngineHook):
-    """A gradient hook of a parameter whose unit divides gradients by another number than that of the ranks."""
-
-    def __init__(self, factor: Callable[[], float]) -> None:
-        self.factor = factor
-
-    def replaced(self, gradient: torch.Tensor) -> torch.Tensor:
-        factor = self.factor()
-        return gradient if factor == 1 else gradient * factor
-
-
-def average_gradient(tensor: torch.Tensor, average: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let ``average`` replace the gradient of ``tensor``, which a program is about to read. It must not refer to it."""
-    if tracked([tensor]):
-        register(tensor, AverageGradient(average))
-
-
-def register(tensor: torch.Tensor, hook: EngineHook) -> None:
-    """Register a hook of the engine, in the place of an earlier one of its kind."""
-    hooks = gradient_hooks(tensor) or {}
-    for number, each in hooks.items():
-        if type(each) is type(hook):
-            hooks[number] = hook
-            return
-    tensor.register_hook(hook)
-    hooks = gradient_hooks(tensor) or {}
-    for number in [number for number, each in hooks.items() if type(each) is CutGradient]:
-        hooks[number] = hooks.pop(number)  # a gradient is averaged before it is cut
-
-
-def forget_scale(tensor: torch.Tensor) -> None:
-    """Remove the hook of another unit that had the parameter before."""
-    hooks = gradient_hooks(tensor) or {}
-    for number in [number for number, each in hooks.items() if type(each) is ScaleGradient]:
-        del hooks[number]
 
 
 # -- collectives -----------------------------------------------------------------------------------------------------

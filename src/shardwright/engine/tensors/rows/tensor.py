@@ -26,22 +26,29 @@ from shardwright.engine.compat.dtensor import (
 )
 from shardwright.engine.compat.storages import storage_key
 from shardwright.engine.compat.tensors import tree_leaves, tree_map
-from shardwright.engine.tensors.averaging import (
+from shardwright.engine.tensors.edits.by_position import BY_POSITION, Step, can_edit, edit, refuse, views
+from shardwright.engine.tensors.edits.unset import begin_edit, mark_of, unmark
+from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
+from shardwright.engine.tensors.naming import EDITED, gathered_dtype, note_origin
+from shardwright.engine.tensors.numbers.averaging import (
     agree_on_value,
     average,
-    average_gradient,
     groups_of,
     has_gradient,
     is_own,
     mark_own,
     note_recipe,
     recipe_of,
+)
+from shardwright.engine.tensors.numbers.drawing import agree_to_draw
+from shardwright.engine.tensors.numbers.hooks import (
+    average_gradient,
+    cut_gradient,
+    refuse_loss_in_place,
     tracked,
 )
-from shardwright.engine.tensors.drawing import agree_to_draw
-from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
-from shardwright.engine.tensors.naming import EDITED, gathered_dtype, note_origin
-from shardwright.engine.tensors.operations import (
+from shardwright.engine.tensors.numbers.reading import agree_to_read
+from shardwright.engine.tensors.rows.operations import (
     OF_OPTIMIZERS,
     by_parts,
     can_use_wholes,
@@ -53,10 +60,6 @@ from shardwright.engine.tensors.operations import (
     way_out_of_clipping,
     written_arguments,
 )
-from shardwright.engine.tensors.reading import agree_to_read
-from shardwright.engine.tensors.summed import cut_gradient, refuse_loss_in_place
-from shardwright.engine.tensors.through_whole import BY_POSITION, Step, can_edit, edit, refuse, views
-from shardwright.engine.tensors.unset import begin_edit, mark_of, unmark
 
 #: The dtype in which modules compute, set on a sharded tensor that was used beside this rank's plain tensors.
 BESIDE_PLAIN = "_shardwright_beside_plain"

@@ -19,7 +19,7 @@ from shardwright.engine.compat.callers import refusal
 from shardwright.engine.compat.dtensor import StridedShard, local_of
 from shardwright.engine.compat.tensors import tree_map
 from shardwright.engine.tensors.naming import parameter_behind
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 
 _aten = torch.ops.aten
 #: In-place operations with positions as arguments. DTensor would use the positions in a rank's part instead.

@@ -19,11 +19,11 @@ from shardwright.engine.comm import Communicator
 from shardwright.engine.compat.autograd import in_backward, increment_version
 from shardwright.engine.compat.dtensor import dtensor_of, local_of, rebind, replicates_implicitly, waited
 from shardwright.engine.compat.tensors import tree_leaves, tree_map
+from shardwright.engine.tensors.edits.by_position import refuse, with_part
+from shardwright.engine.tensors.edits.unset import FILLING
 from shardwright.engine.tensors.gathering import full_of
 from shardwright.engine.tensors.naming import parameter_behind, parameter_of
-from shardwright.engine.tensors.reading import BESIDE, NUMBER, agree_to_read
-from shardwright.engine.tensors.through_whole import refuse, with_part
-from shardwright.engine.tensors.unset import FILLING
+from shardwright.engine.tensors.numbers.reading import BESIDE, NUMBER, agree_to_read
 
 _aten = torch.ops.aten
 _RANDOM = torch.Tag.nondeterministic_seeded
