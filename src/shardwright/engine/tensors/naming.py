@@ -12,7 +12,7 @@ _UNITS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 #: Set on a view of a sharded parameter: the local tensor whose counter increases with edits of the view.
 EDITED = "_edited"
 #: Set on a result of operations on sharded tensors: a weak reference to the local tensor of the first parameter.
-_ORIGIN = "_origin"
+ORIGIN = "_origin"
 
 
 def remember(unit: Any, sharded: Any) -> None:
@@ -32,7 +32,7 @@ def parameter_of(key: Any) -> str:
 
 def note_origin(made: Any, source: Any) -> None:
     """Register the parameter behind the sharded tensor ``source`` as that of its result ``made``."""
-    made.__dict__[_ORIGIN] = _origin_of(source)
+    made.__dict__[ORIGIN] = _origin_of(source)
 
 
 def parameter_behind(tensor: Any) -> str:
@@ -41,7 +41,7 @@ def parameter_behind(tensor: Any) -> str:
 
 
 def _origin_of(tensor: Any) -> Any:
-    known = tensor.__dict__.get(_ORIGIN)
+    known = tensor.__dict__.get(ORIGIN)
     return known if known is not None else weakref.ref(tensor.__dict__.get(EDITED, tensor._local_tensor))
 
 

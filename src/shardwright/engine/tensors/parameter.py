@@ -23,18 +23,16 @@ from shardwright.engine.compat.callers import (
     called_by_parameter,
     called_by_split_backward,
 )
-from shardwright.engine.compat.dtensor import local_of, rebind
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.compat.modes import dispatches
 from shardwright.engine.compat.storages import storage_key
 from shardwright.engine.compat.tensors import is_made_of_tensors, moved_into, set_class, tree_leaves
 from shardwright.engine.tensors.cut import Cut
 from shardwright.engine.tensors.edits.unset import unmark
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
-from shardwright.engine.tensors.numbers.averaging import OWN, RECIPE
 from shardwright.engine.tensors.numbers.hooks import forget_hooks
 from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 from shardwright.engine.tensors.rows.tensor import (
-    BESIDE_PLAIN,
     EDITED,
     ShardedCopy,
     ShardedTensor,
@@ -51,6 +49,7 @@ from shardwright.engine.tensors.same_object import (
     full_class,
     keep_object,
 )
+from shardwright.engine.tensors.sharded import OF_THIS_TENSOR, Sharded
 
 #: Set on a sharded parameter: a weak reference to its unit.
 UNIT_OF = "_shardwright_unit_of"
@@ -64,20 +63,16 @@ _NOT_COPIED = {
     UNIT_OF,
     TAKEN,
     STANDS_FOR,
-    EDITED,
-    OWN,
-    RECIPE,
-    BESIDE_PLAIN,
+    *OF_THIS_TENSOR,
     "_is_param",
     *BODY,
 }  #: attributes of a parameter that its sharded and full forms do not get
 
 
-class Managed(torch.Tensor):
+class Managed(Sharded):
     """A sharded parameter. It knows its unit, so that assignments to ``.data`` reach the unit."""
 
     __slots__ = ()
-    _copy: Callable[[], torch.Tensor]  #: makes an alias without graph and without a unit
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -135,7 +130,7 @@ class ShardedParameter(Managed, ShardedTensor):  # type: ignore[metaclass]
         plain = nn.Parameter(self._as_dtensor(), requires_grad=self.requires_grad)
         return plain.__reduce_ex__(protocol)
 
-    def _copy(self) -> torch.Tensor:
+    def _copy(self) -> DTensor:
         return self._as_dtensor(clone=True)
 
 
@@ -147,9 +142,6 @@ class RaggedParameter(Managed, RaggedTensor):  # type: ignore[misc]
     @staticmethod
     def __tensor_unflatten__(*parts: Any) -> RaggedTensor:
         return as_class(RaggedParameter, RaggedTensor.__tensor_unflatten__(*parts))  # type: ignore[no-any-return]
-
-    def _copy(self) -> torch.Tensor:
-        return RaggedTensor(self._local_tensor.detach().clone(), self.spec)
 
 
 def _assign_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
@@ -191,12 +183,7 @@ def become(sharded: Any, new: Any) -> None:
     """Give the object ``sharded`` the content of ``new``, which is sharded in the same way."""
     # From now on a parameter that was made from a view of another one has a separate local tensor.
     sharded.__dict__.pop(EDITED, None)
-    if isinstance(new, RaggedTensor):
-        sharded.become(new)
-    else:
-        if new.placements != sharded.placements:
-            forget_hooks(sharded)
-        rebind(sharded, new)
+    sharded.become(new)
 
 
 # torch's stager of asynchronous checkpoints copies only attributes in the class's own slots.

@@ -7,6 +7,7 @@ of a value that a rank reads is averaged before it reaches the parts. This file 
 
 from __future__ import annotations
 
+import functools
 import weakref
 import zlib
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.compat.modes import is_transformed
 from shardwright.engine.compat.tensors import tree_leaves
 from shardwright.engine.tensors.naming import parameter_of
+from shardwright.engine.tensors.numbers.hooks import average_gradient, tracked
 from shardwright.engine.tensors.numbers.reading import GRADIENT, KINDS, VALUE, agree_to_read_over
 
 #: Set on a tensor that was computed from sharded parameters: a hash of the operations and numbers that made it.
@@ -50,6 +52,22 @@ def has_gradient(results: Any) -> bool:
         isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex())
         for t in tree_leaves(results)
     )
+
+
+_aten = torch.ops.aten
+_SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
+
+
+def only_sums(func: Any, args: Any, kwargs: Any, kind: type[torch.Tensor], linear: set[Any]) -> bool:
+    """Return whether an operation of numbers of class ``kind`` does no more than add and subtract them.
+
+    The gradient of the result is then that of each number, or the negative of it. ``linear`` has the operations of one
+    number of which this is true. A sum with 0, from which Python's ``sum`` starts, is one, too.
+    """
+    if func in _SUMS:
+        numbers = all(isinstance(t, kind) or (type(t) is int and t == 0) for t in args[:2])
+        return numbers and kwargs.get("alpha", 1) == 1
+    return func.overloadpacket in linear
 
 
 # -- recipes ---------------------------------------------------------------------------------------------------------
@@ -89,18 +107,19 @@ def groups_of(mesh: DeviceMesh, axes: Iterable[int] | None = None) -> list[dist.
 
 
 def average(
-    gradient: torch.Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device, recipe: int
+    gradient: torch.Tensor, mesh: DeviceMesh, recipe: int, axes: Iterable[int] | None = None
 ) -> torch.Tensor:
-    """The mean over the ranks of ``groups`` of a plain gradient. Each rank must call it for the same value.
+    """Return the mean of a plain gradient over the ranks of a mesh. Each rank must call this for the same value.
 
     Args:
-        gradient: of this rank, of any shape; it may have a graph.
-        device: of the groups' communication.
-        recipe: of the value whose gradient it is. Ranks with other recipes raise.
+        gradient: this rank's, of any shape; it may have a graph.
+        mesh, axes: the ranks: those along these axes of the mesh (default: all axes).
+        recipe: :func:`recipe_of` the value whose gradient it is. Ranks with different recipes raise.
 
     Raises:
         RuntimeError: on gloo: the ranks average gradients of different values, or another rank does something else.
     """
+    groups = groups_of(mesh, axes)
     if not groups:
         return gradient
     if is_transformed(gradient):
@@ -109,7 +128,16 @@ def average(
             "at a time, and this one is batched (is_grads_batched=True, or torch.vmap). Call autograd once for each "
             "row."
         )
-    return _Average.apply(gradient, groups, device, recipe)  # type: ignore[no-any-return]
+    return _Average.apply(gradient, groups, torch.device(mesh.device_type), recipe)  # type: ignore[no-any-return]
+
+
+def average_read(
+    read: torch.Tensor, source: torch.Tensor, mesh: DeviceMesh, axes: Iterable[int] | None = None
+) -> None:
+    """Average the gradient of the plain tensor ``read``, which this rank has read from the sharded ``source``."""
+    if tracked([read]) and not is_own(source):
+        mean = functools.partial(average, mesh=mesh, recipe=recipe_of(source), axes=axes)
+        average_gradient(read, mean)
 
 
 class _Average(torch.autograd.Function):
@@ -120,7 +148,7 @@ class _Average(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return average(gradient, *ctx.context), None, None, None
+        return _Average.apply(gradient, *ctx.context), None, None, None
 
 
 def _average(
@@ -160,9 +188,10 @@ def _flag_of(comm: Communicator) -> HostFlag:
     return flag
 
 
-def agree_on_value(value: torch.Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+def agree_on_value(value: torch.Tensor, mesh: DeviceMesh) -> None:
     """Raise if ranks are about to multiply (or otherwise join) their parts of a tensor with different numbers."""
-    for group in groups:
+    device = torch.device(mesh.device_type)
+    for group in groups_of(mesh):
         comm = Communicator(group, device)
         if comm.exchanges:
             agree_to_read_over(comm, VALUE, str(value.detach().tolist()))

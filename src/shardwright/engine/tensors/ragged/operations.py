@@ -21,14 +21,12 @@ from shardwright.engine.compat.dtensor import all_reduce_traced, is_traced
 from shardwright.engine.compat.tensors import foreach_norm
 from shardwright.engine.tensors.edits.by_position import BY_POSITION, edit
 from shardwright.engine.tensors.naming import parameter_of
-from shardwright.engine.tensors.numbers.hooks import cut_gradient
 from shardwright.engine.tensors.numbers.reading import agree_to_read
 from shardwright.engine.tensors.ragged.spec import RaggedSpec
 from shardwright.engine.tensors.ragged.tensor import (
     HANDLERS,
     Handler,
     RaggedTensor,
-    cut_again,
     described,
     device_of,
     part_of,
@@ -86,7 +84,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for arg in args:
             # Some of torch's formulas make a whole gradient.
             if isinstance(arg, RaggedTensor) and arg.is_leaf and not is_traced(arg._local_tensor):
-                cut_gradient(arg, functools.partial(cut_again, arg.spec))
+                arg.cut_own_gradient()
     return RaggedTensor(
         func(
             *[_unwrap(func, spec, arg) for arg in args],
@@ -242,7 +240,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     tensor = _everything(func, args, kwargs)
     local = tensor._local_tensor
     if not is_traced(local):
-        cut_gradient(tensor, functools.partial(cut_again, tensor.spec))
+        tensor.cut_own_gradient()
     floating = local.dtype.is_floating_point or local.dtype.is_complex
     dtype = kwargs.get("dtype") or (local.dtype if floating else torch.int64)
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype

@@ -19,24 +19,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.callers import called_by_stager, refusal
+from shardwright.engine.compat.callers import refusal
 from shardwright.engine.compat.dtensor import dtensor_of, is_traced
 from shardwright.engine.compat.modes import disabled_torch_function
-from shardwright.engine.compat.tensors import make_wrapper, tree_leaves, tree_map
+from shardwright.engine.compat.tensors import make_wrapper, set_data, tree_leaves, tree_map
 from shardwright.engine.tensors.edits.unset import begin_edit, unmark
 from shardwright.engine.tensors.gathering import free, full_of
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.numbers.averaging import (
-    average,
-    groups_of,
+    average_read,
     has_gradient,
-    is_own,
     mark_own,
     note_recipe,
     recipe_of,
 )
 from shardwright.engine.tensors.numbers.hooks import (
-    average_gradient,
     cut_gradient,
     refuse_loss_in_place,
     tracked,
@@ -52,6 +49,7 @@ from shardwright.engine.tensors.ragged.numbers import (
     read_number,
 )
 from shardwright.engine.tensors.ragged.spec import RaggedSpec
+from shardwright.engine.tensors.sharded import Sharded
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -62,7 +60,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}
 
 
-class RaggedTensor(torch.Tensor):
+class RaggedTensor(Sharded):
     """A tensor of global shape. This rank holds a contiguous range of its elements, possibly none or all.
 
     Element-wise operations among tensors of equal spec, 0-d tensors and numbers run on the local tensors without
@@ -72,6 +70,7 @@ class RaggedTensor(torch.Tensor):
     """
 
     __slots__ = ("_local_tensor", "spec")
+    _kind = "ragged"
     _local_tensor: torch.Tensor
     spec: RaggedSpec
 
@@ -134,9 +133,6 @@ class RaggedTensor(torch.Tensor):
         """
         return cls(copied(part_of(source, spec)), spec)
 
-    def data_ptr(self) -> int:
-        return 0 if called_by_stager() else self._local_tensor.data_ptr()
-
     @property
     def device_mesh(self) -> DeviceMesh:
         return self.spec.mesh
@@ -156,10 +152,7 @@ class RaggedTensor(torch.Tensor):
         if type(local) is torch.Tensor and not local.is_meta and not is_traced(local):
             agree_to_read(self.spec.groups, device_of(self.spec, local), str(recipe_of(self)))
         result: torch.Tensor = _Whole.apply(self)
-        if not is_own(self):
-            mesh, recipe = self.spec.mesh, recipe_of(self)
-            groups, device = groups_of(mesh), torch.device(mesh.device_type)
-            average_gradient(result, functools.partial(average, groups=groups, device=device, recipe=recipe))
+        average_read(result, self, self.spec.mesh)
         return result
 
     @torch.no_grad()
@@ -238,37 +231,22 @@ class RaggedTensor(torch.Tensor):
         result.__class__ = RaggedDTensor
         return result  # type: ignore[no-any-return]
 
-    @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
+    def _check_data(self, value: torch.Tensor) -> None:
         if not isinstance(value, RaggedTensor) or value.shape != self.shape:
             raise refusal(
                 f".data of {described(self)} accepts only a RaggedTensor of the same shape, got a "
                 f"{type(value).__name__} of shape {tuple(value.shape)}. Use copy_ under no_grad."
             )
-        self.become(value)
 
     def become(self, other: RaggedTensor) -> None:
-        """Give this object the shape, dtype, local tensor and spec of ``other``."""
-        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # this is the outside only
+        set_data(self, other)  # this changes the outside only
         self._local_tensor, self.spec = other._local_tensor, other.spec
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        if not self.is_leaf:
-            raise RuntimeError(
-                "Only ragged tensors that are leaves of the graph can be deep-copied; detach it first."
-            )
-        result: Any = RaggedTensor(copied(self._local_tensor), self.spec, self.requires_grad)
-        memo[id(self)] = result
-        if self.grad is not None and not isinstance(self, nn.Parameter):
-            result.grad = copy.deepcopy(self.grad, memo)  # copies of parameters have no gradient
-        result.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return result  # type: ignore[no-any-return]
+    def cut_own_gradient(self) -> None:
+        cut_gradient(self, functools.partial(cut_again, self.spec))
+
+    def _copy(self) -> RaggedTensor:
+        return RaggedTensor(copied(self._local_tensor.detach()), self.spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         start, stop = self.spec.ranges[self.spec.rank]
@@ -610,7 +588,7 @@ def _read_numbers(
     for number in read:
         read_number(number)
     for number in numbers:
-        cut_gradient(number, functools.partial(cut_again, number.spec))
+        number.cut_own_gradient()
     whole = functools.partial(
         tree_map, lambda t: t._local_tensor if isinstance(t, RaggedTensor) else plain_of(t)
     )

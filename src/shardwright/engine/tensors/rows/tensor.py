@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardwright.engine.compat.autograd import in_backward, increment_version
-from shardwright.engine.compat.callers import called_by_stager, refusal
+from shardwright.engine.compat.callers import refusal
 from shardwright.engine.compat.dtensor import (
     StridedShard,
     dtensor_of,
@@ -33,17 +33,19 @@ from shardwright.engine.tensors.naming import EDITED, gathered_dtype, note_origi
 from shardwright.engine.tensors.numbers.averaging import (
     agree_on_value,
     average,
-    groups_of,
+    average_read,
     has_gradient,
     is_own,
     mark_own,
     note_recipe,
+    only_sums,
     recipe_of,
 )
 from shardwright.engine.tensors.numbers.drawing import agree_to_draw
 from shardwright.engine.tensors.numbers.hooks import (
     average_gradient,
     cut_gradient,
+    forget_hooks,
     refuse_loss_in_place,
     tracked,
 )
@@ -60,9 +62,8 @@ from shardwright.engine.tensors.rows.operations import (
     way_out_of_clipping,
     written_arguments,
 )
+from shardwright.engine.tensors.sharded import BESIDE_PLAIN, Sharded
 
-#: The dtype in which modules compute, set on a sharded tensor that was used beside this rank's plain tensors.
-BESIDE_PLAIN = "_shardwright_beside_plain"
 _aten = torch.ops.aten
 _detach = _aten.detach.default
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -103,7 +104,7 @@ class _EqualsDTensor(type(DTensor)):  # type: ignore[misc]
     __hash__ = type.__hash__
 
 
-class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
+class ShardedTensor(Sharded, DTensor, metaclass=_EqualsDTensor):
     """A sharded parameter, a gradient, a view of one or its ``.data``, or a result of operations on them.
 
     Every edit increases the local tensor's version counter. A DTensor's operations run on local tensors below autograd,
@@ -112,6 +113,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
     """
 
     __slots__ = ()
+    _kind = "sharded"
     _edited: torch.Tensor  #: the parameter's local tensor, if this is a view of the parameter
 
     @classmethod
@@ -167,7 +169,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         if func in _ON_DATA and any(type(t) is torch.Tensor for t in args) and not in_backward():
             return _beside_plain(func, args, kwargs, RuntimeError("each rank may have another value"))
         if func in _SUMMED and is_real(args[0]):
-            _cut_gradient(args[0])
+            args[0].cut_own_gradient()
         if func is _detach and any(p.is_partial() for p in args[0].placements):
             return _detached(args[0])
         if func in _EXTREMES or func in _NORMS:
@@ -235,13 +237,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             return as_sharded(replicated(self))
         return as_sharded(super().redistribute(device_mesh, placements, **kwargs))
 
-    @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        # A DTensor would change on the outside only, so that its values stay.
+    def _check_data(self, value: torch.Tensor) -> None:
         if (
             not isinstance(value, DTensor)
             or value.shape != self.shape
@@ -252,26 +248,23 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
                 f"the same mesh, got a {type(value).__name__} of shape {tuple(value.shape)}. Distribute it with "
                 "torch.distributed.tensor.distribute_tensor, or use copy_ under no_grad."
             )
-        rebind(self, value)
 
-    def data_ptr(self) -> int:
-        return 0 if called_by_stager() else local_of(self).data_ptr()
+    def become(self, other: Any) -> None:
+        if other.placements != self.placements:
+            forget_hooks(self)
+        rebind(self, other)
+
+    def cut_own_gradient(self) -> None:
+        cut_gradient(self, functools.partial(_cut_again, self.device_mesh, self.placements))
+
+    def _copy(self) -> DTensor:
+        return as_sharded(self._as_dtensor(clone=True))
 
     def tolist(self) -> Any:
         return _whole(self).tolist()
 
     def __format__(self, form: str) -> str:
         return format(self.item(), form) if form and not self.dim() else object.__format__(self, form)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            if not self.is_leaf:
-                raise RuntimeError(
-                    "Only sharded tensors that are leaves of the graph can be deep-copied; detach it first."
-                )
-            copied = as_sharded(self._as_dtensor(clone=True))
-            memo[id(self)] = copied.requires_grad_(self.requires_grad)
-        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._as_dtensor().__reduce_ex__(protocol)
@@ -427,10 +420,6 @@ def _cut_again(mesh: DeviceMesh, placements: Sequence[Placement], gradient: torc
     return gradient.redistribute(placements=placements)
 
 
-def _cut_gradient(tensor: DTensor) -> None:
-    cut_gradient(tensor, functools.partial(_cut_again, tensor.device_mesh, tensor.placements))
-
-
 def _reads_numbers(func: Any, args: Any, kwargs: Any, sharded: Sequence[DTensor]) -> bool:
     """Whether an operation makes values of this rank: of numbers alone, and not only a sum of numbers.
 
@@ -441,10 +430,7 @@ def _reads_numbers(func: Any, args: Any, kwargs: Any, sharded: Sequence[DTensor]
         return False
     if any(map(is_own, sharded)):
         return True
-    if func in _SUMS:
-        numbers = all(isinstance(t, DTensor) or (type(t) is int and t == 0) for t in args[:2])
-        return not numbers or kwargs.get("alpha", 1) != 1
-    return not (func.is_view or func.overloadpacket in _LINEAR)
+    return not (func.is_view or only_sums(func, args, kwargs, DTensor, _LINEAR))
 
 
 def _is_plain(func: Any, args: Any, tensors: Sequence[torch.Tensor]) -> bool:
@@ -465,14 +451,13 @@ def _is_plain(func: Any, args: Any, tensors: Sequence[torch.Tensor]) -> bool:
 
 def _mean(mesh: DeviceMesh, recipe: int, gradient: torch.Tensor) -> torch.Tensor:
     """The mean over the ranks of the gradient of a number."""
-    groups, device = groups_of(mesh), torch.device(mesh.device_type)
     if not isinstance(gradient, DTensor):
-        return average(gradient, groups, device, recipe)
+        return average(gradient, mesh, recipe)
     if any(p.is_shard() for p in gradient.placements):
         return gradient  # it is averaged already
     placements = tuple(Replicate() if p.is_partial() else p for p in gradient.placements)
     local = DTensor.to_local(DTensor.redistribute(gradient, placements=placements))
-    mean = average(local, groups, device, recipe)
+    mean = average(local, mesh, recipe)
     return as_sharded(
         DTensor.from_local(
             mean, mesh, placements, run_check=False, shape=gradient.shape, stride=gradient.stride()
@@ -488,12 +473,8 @@ def average_number(number: ShardedTensor) -> None:
 
 def _average_of_plain(tensor: ShardedTensor, plain: torch.Tensor, axes: Iterable[int]) -> None:
     """Average the gradient of a plain tensor that was read from a sharded one."""
-    if tracked([tensor]) and is_real(tensor) and plain.requires_grad and not is_own(tensor):
-        mesh = tensor.device_mesh
-        groups, device = groups_of(mesh, axes), torch.device(mesh.device_type)
-        if groups:
-            mean = functools.partial(average, groups=groups, device=device, recipe=recipe_of(tensor))
-            average_gradient(plain, mean)
+    if plain.requires_grad and is_real(tensor):
+        average_read(plain, tensor, tensor.device_mesh, axes)
 
 
 def _read(in_place: bool, value: Any) -> Any:
@@ -511,7 +492,7 @@ def _number_of(value: Any) -> Any:
         return value
     value.__dict__[BESIDE_PLAIN] = value.dtype  # backward joins it with this rank's gradients
     average_number(value)
-    _cut_gradient(value)
+    value.cut_own_gradient()
     return _whole(value)
 
 
@@ -522,7 +503,7 @@ def _agree_on_factors(func: Any, sharded: Sequence[DTensor], tensors: Sequence[t
         if is_own(t) or (not t.dim() and not isinstance(t, DTensor)):
             plain = local_of(t) if isinstance(t, DTensor) else t
             try:
-                agree_on_value(plain, groups_of(mesh), torch.device(mesh.device_type))
+                agree_on_value(plain, mesh)
             except RuntimeError as error:
                 raise RuntimeError(f"{label(sharded)} in {func}: {error}") from error
 
@@ -533,7 +514,7 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if func is not _detach and torch.is_grad_enabled():
         for t in leaves:
             if isinstance(t, ShardedTensor) and t.is_leaf and t.requires_grad and is_real(t):
-                _cut_gradient(t)
+                t.cut_own_gradient()
     if (
         in_backward()
         and any(BESIDE_PLAIN in t.__dict__ for t in leaves if isinstance(t, ShardedTensor))
@@ -584,7 +565,7 @@ def _beside_plain(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
     for t, dtype in zip(sharded, dtypes, strict=True):
         t.__dict__[BESIDE_PLAIN] = dtype
         average_number(t)
-        _cut_gradient(t)
+        t.cut_own_gradient()
     return _with_wholes(func, args, kwargs)
 
 
@@ -613,7 +594,7 @@ def _adds_own_gradient(one: Any, other: Any) -> bool:
 
 def _cut_mean(gradient: torch.Tensor, like: DTensor) -> torch.Tensor:
     mesh = like.device_mesh
-    mean = average(gradient, groups_of(mesh), torch.device(mesh.device_type), recipe_of(like))
+    mean = average(gradient, mesh, recipe_of(like))
     return _cut_again(mesh, like.placements, mean)
 
 
