@@ -45,6 +45,17 @@ def full_of(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor()  # type: ignore[no-any-return]
 
 
+@torch.no_grad()
+def gathered(tensor: DTensor) -> torch.Tensor:
+    """Return the whole tensor, without graph, on the device of its mesh. Every rank of the mesh must call this.
+
+    The local tensor may be offloaded to the host, but communication needs the device.
+    """
+    mesh = tensor.device_mesh
+    local = local_of(tensor).detach().to(torch.device(mesh.device_type))
+    return full_of(dtensor_of(local, mesh, tensor.placements, tensor.shape, tensor.stride()))
+
+
 def replicated(tensor: DTensor) -> DTensor:
     """The whole tensor as a replicated DTensor, without graph."""
     mesh, full = tensor.device_mesh, _gather(tensor)

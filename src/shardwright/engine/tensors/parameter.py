@@ -183,7 +183,8 @@ def become(sharded: Any, new: Any) -> None:
     """Give the object ``sharded`` the content of ``new``, which is sharded in the same way."""
     # From now on a parameter that was made from a view of another one has a separate local tensor.
     sharded.__dict__.pop(EDITED, None)
-    sharded.become(new)
+    kind: Any = RaggedTensor if isinstance(new, RaggedTensor) else ShardedTensor
+    kind.become(sharded, new)  # the class of a parameter that no unit has yet may be DTensor
 
 
 # torch's stager of asynchronous checkpoints copies only attributes in the class's own slots.

@@ -21,7 +21,7 @@ from shardwright.engine.compat.dtensor import dtensor_of, local_of, rebind, repl
 from shardwright.engine.compat.tensors import tree_leaves, tree_map
 from shardwright.engine.tensors.edits.by_position import refuse, with_part
 from shardwright.engine.tensors.edits.unset import FILLING
-from shardwright.engine.tensors.gathering import full_of
+from shardwright.engine.tensors.gathering import gathered
 from shardwright.engine.tensors.naming import parameter_behind, parameter_of
 from shardwright.engine.tensors.numbers.reading import BESIDE, NUMBER, agree_to_read
 
@@ -132,11 +132,11 @@ def on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         if id(t) in wholes:
             continue
         if id(t) not in written or not _is_cut(t):
-            wholes[id(t)] = _strided_as(t, _whole(t))
+            wholes[id(t)] = _strided_as(t, gathered(t).to(local_of(t).device))
             continue
         wholes[id(t)], parts[id(t)] = with_part(t, func)
         if not written[id(t)]:
-            wholes[id(t)].copy_(_whole(t))
+            wholes[id(t)].copy_(gathered(t))
 
     def whole_of(value: Any) -> Any:
         return wholes[id(value)] if isinstance(value, DTensor) else value
@@ -177,14 +177,6 @@ def on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
 def _is_cut(tensor: DTensor) -> bool:
     """Whether each rank has elements of the tensor, and not numbers to be added to those of other ranks."""
     return not any(p.is_partial() for p in tensor.placements)
-
-
-def _whole(tensor: DTensor) -> torch.Tensor:
-    there = torch.device(tensor.device_mesh.device_type)
-    local = local_of(tensor).detach().to(there)  # it may be offloaded, but communication needs the device
-    return full_of(
-        dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-    ).to(local_of(tensor).device)
 
 
 def _strided_as(tensor: DTensor, whole: torch.Tensor) -> torch.Tensor:

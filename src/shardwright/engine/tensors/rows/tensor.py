@@ -6,13 +6,12 @@ This file knows no units and modules.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardwright.engine.compat.autograd import in_backward, increment_version
 from shardwright.engine.compat.callers import refusal
@@ -28,7 +27,7 @@ from shardwright.engine.compat.storages import storage_key
 from shardwright.engine.compat.tensors import tree_leaves, tree_map
 from shardwright.engine.tensors.edits.by_position import BY_POSITION, Step, can_edit, edit, refuse, views
 from shardwright.engine.tensors.edits.unset import begin_edit, mark_of, unmark
-from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
+from shardwright.engine.tensors.gathering import gathers_plainly, replicated, whole
 from shardwright.engine.tensors.naming import EDITED, gathered_dtype, note_origin
 from shardwright.engine.tensors.numbers.averaging import (
     agree_on_value,
@@ -49,7 +48,6 @@ from shardwright.engine.tensors.numbers.hooks import (
     refuse_loss_in_place,
     tracked,
 )
-from shardwright.engine.tensors.numbers.reading import agree_to_read
 from shardwright.engine.tensors.rows.operations import (
     OF_OPTIMIZERS,
     by_parts,
@@ -62,32 +60,27 @@ from shardwright.engine.tensors.rows.operations import (
     way_out_of_clipping,
     written_arguments,
 )
+from shardwright.engine.tensors.rows.partial import (
+    EXTREMES,
+    JOINS,
+    LINEAR,
+    LINEAR_BY_TORCH,
+    NORMS,
+    SUMMED,
+    adds_partial,
+    agree_to_reduce,
+    alike,
+    reduce_in_place,
+    reduced,
+    whole_number,
+    with_neutral,
+)
 from shardwright.engine.tensors.sharded import BESIDE_PLAIN, Sharded
 
 _aten = torch.ops.aten
 _detach = _aten.detach.default
 _RANDOM = torch.Tag.nondeterministic_seeded
-#: They have no result for an empty part. A rank with an empty part uses a neutral element.
-_EXTREMES = {
-    _aten.max.default: -math.inf, _aten.amax.default: -math.inf, _aten.argmax.default: -math.inf,
-    _aten.min.default: math.inf, _aten.amin.default: math.inf, _aten.argmin.default: math.inf,
-}  # fmt: skip
-_NORMS = {_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar}
-#: They keep a number Partial, to be summed later. Other operations on a Partial number communicate.
-_LINEAR = {
-    _aten.clone, _aten.detach, _aten.alias, _aten._to_copy, _aten.neg, _aten.stack, _aten.cat,
-    _aten.view, _aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.zeros_like, _aten.empty_like, _aten.ones_like,
-    _aten.full_like,
-}  # fmt: skip
-
-#: Their result is Partial if both numbers are, and its gradient is that of each, or the negative of it.
-_SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
 _STARTS = {_aten.add.Tensor, _aten.sub.Tensor}
-#: Autograd makes their gradients from a number, which is equal on every rank.
-_SUMMED = {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim}
-#: torch would add the ranks' parts of norms and extremes that are not reduced yet, which is wrong.
-_LINEAR_BY_TORCH = _SUMMED | {_aten.nansum.default}
-_JOINS = {_aten.stack.default, _aten.cat.default}
 #: They compute with a rank's own data. torch would treat a plain tensor of one element as equal on every rank.
 _ON_DATA = {
     _aten.embedding.default, _aten._embedding_bag.default, _aten.mm.default, _aten.addmm.default,
@@ -120,7 +113,7 @@ class ShardedTensor(Sharded, DTensor, metaclass=_EqualsDTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
-            return _whole(args[0]).item()
+            return whole_number(args[0]).item()
         if func.overloadpacket.__name__.startswith(OF_OPTIMIZERS) and not torch.is_grad_enabled():
             return cls._run(func, types, args, kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -168,26 +161,26 @@ class ShardedTensor(Sharded, DTensor, metaclass=_EqualsDTensor):
             return _with_wholes(func, args, kwargs)
         if func in _ON_DATA and any(type(t) is torch.Tensor for t in args) and not in_backward():
             return _beside_plain(func, args, kwargs, RuntimeError("each rank may have another value"))
-        if func in _SUMMED and is_real(args[0]):
-            args[0].cut_own_gradient()
+        if func in SUMMED and is_real(args[0]):
+            ShardedTensor.cut_own_gradient(args[0])  # which may be a plain DTensor
         if func is _detach and any(p.is_partial() for p in args[0].placements):
             return _detached(args[0])
-        if func in _EXTREMES or func in _NORMS:
-            args = _with_neutral(func, args)
-        elif func in _LINEAR_BY_TORCH:
-            args = (_reduced(args[0]), *args[1:])
-        elif func in _JOINS:
+        if func in EXTREMES or func in NORMS:
+            args = with_neutral(func, args)
+        elif func in LINEAR_BY_TORCH:
+            args = (reduced(args[0]), *args[1:])
+        elif func in JOINS:
             if any(type(t) is torch.Tensor for t in args[0]) and not in_backward():
                 _refuse_mixed(func, args[0], RuntimeError("each rank may have another value"))
-            args = (_alike(args[0]), *args[1:])
+            args = (alike(args[0]), *args[1:])
         elif func.is_view and isinstance(args[0], ShardedTensor):
-            _reduce_in_place(args[0])  # what is written into the view is the whole tensor's
-        elif func.overloadpacket not in _LINEAR and not _adds_partial(func, args, kwargs):
+            reduce_in_place(args[0])  # what is written into the view is the whole tensor's
+        elif func.overloadpacket not in LINEAR and not adds_partial(func, args, kwargs):
             # DTensor would divide by a rank's own part of a sum, for example.
             written = args[0] if func._schema.is_mutable and args else None
             if isinstance(written, ShardedTensor):
-                _reduce_in_place(written)
-            args = tuple(_reduced(t, lambda p: False) if isinstance(t, DTensor) else t for t in args)
+                reduce_in_place(written)
+            args = tuple(reduced(t, lambda p: False) if isinstance(t, DTensor) else t for t in args)
         result = _computed(func, types, args, kwargs)
         if func._schema.is_mutable:
             many = bool(args) and isinstance(args[0], (list, tuple))
@@ -216,7 +209,7 @@ class ShardedTensor(Sharded, DTensor, metaclass=_EqualsDTensor):
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
         if tracked([self]):
-            _agree(self)
+            agree_to_reduce(self)
         result = whole(self) if gathers_plainly(self) else super().full_tensor()
         _average_of_plain(self, result, range(self.device_mesh.ndim))
         return result
@@ -261,7 +254,7 @@ class ShardedTensor(Sharded, DTensor, metaclass=_EqualsDTensor):
         return as_sharded(self._as_dtensor(clone=True))
 
     def tolist(self) -> Any:
-        return _whole(self).tolist()
+        return whole_number(self).tolist()
 
     def __format__(self, form: str) -> str:
         return format(self.item(), form) if form and not self.dim() else object.__format__(self, form)
@@ -430,7 +423,7 @@ def _reads_numbers(func: Any, args: Any, kwargs: Any, sharded: Sequence[DTensor]
         return False
     if any(map(is_own, sharded)):
         return True
-    return not (func.is_view or only_sums(func, args, kwargs, DTensor, _LINEAR))
+    return not (func.is_view or only_sums(func, args, kwargs, DTensor, LINEAR))
 
 
 def _is_plain(func: Any, args: Any, tensors: Sequence[torch.Tensor]) -> bool:
@@ -482,8 +475,8 @@ def _read(in_place: bool, value: Any) -> Any:
     if not isinstance(value, ShardedTensor):
         return value
     if in_place:
-        _reduce_in_place(value)
-    return _reduced(value, lambda placement: False)
+        reduce_in_place(value)
+    return reduced(value, lambda placement: False)
 
 
 def _number_of(value: Any) -> Any:
@@ -493,7 +486,7 @@ def _number_of(value: Any) -> Any:
     value.__dict__[BESIDE_PLAIN] = value.dtype  # backward joins it with this rank's gradients
     average_number(value)
     value.cut_own_gradient()
-    return _whole(value)
+    return whole_number(value)
 
 
 def _agree_on_factors(func: Any, sharded: Sequence[DTensor], tensors: Sequence[torch.Tensor]) -> None:
@@ -575,8 +568,8 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     def whole_of(value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value
-        whole = _whole(cast(ShardedTensor, value))
-        return whole.to(value.__dict__.get(BESIDE_PLAIN, whole.dtype))
+        full = whole_number(value)
+        return full.to(value.__dict__.get(BESIDE_PLAIN, full.dtype))
 
     return func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
 
@@ -650,90 +643,6 @@ def _plain(result: Any) -> Iterator[Any]:
     for each in result if isinstance(result, (list, tuple)) else (result,):
         if type(each) is DTensor:
             yield each
-
-
-@torch.no_grad()
-def _whole(tensor: ShardedTensor) -> torch.Tensor:
-    """The whole tensor, of which a number is read. Every rank must call it."""
-    _agree(tensor)
-    there = torch.device(tensor.device_mesh.device_type)
-    local = local_of(tensor).detach().to(there)  # it may be offloaded, but communication needs the device
-    plain = dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-    return full_of(plain)
-
-
-def _agree(tensor: DTensor) -> None:
-    """Meet all ranks, because they are about to communicate for a number of this tensor."""
-    mesh = tensor.device_mesh
-    if is_real(tensor):
-        axes = [a for a, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(a) > 1]
-        device = torch.device(mesh.device_type)
-        what = f"{tensor.placements} {tensor.dtype} {tensor.shape} {recipe_of(tensor) if tracked([tensor]) else 0}"
-        agree_to_read(map(mesh.get_group, axes), device, what)
-
-
-def _adds_up(placement: Placement) -> bool:
-    return type(placement) is Partial and placement.reduce_op in ("sum", "avg")
-
-
-@torch.no_grad()
-def _reduced(tensor: Any, keeps: Callable[[Placement], bool] = _adds_up) -> Any:
-    """The tensor, reduced over the ranks where it is Partial, except placements for which ``keeps`` returns True."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    placements = [Replicate() if p.is_partial() and not keeps(p) else p for p in tensor.placements]
-    if placements == list(tensor.placements):
-        return tensor
-    _agree(tensor)
-    return DTensor.redistribute(tensor, placements=placements)
-
-
-def _reduce_in_place(tensor: ShardedTensor) -> None:
-    """Reduce a tensor that is Partial, because an operation writes into it, or into a view of it."""
-    reduced = _reduced(tensor, lambda placement: False)
-    if reduced is not tensor:
-        rebind(tensor, reduced)
-
-
-def _adds_partial(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether both are sums that are not reduced yet, and may be added so."""
-    if func not in _SUMS or not all(isinstance(t, DTensor) for t in args[:2]):
-        return False
-    one, other = args[:2]
-    alike = one.placements == other.placements and one.dtype == other.dtype and one.shape == other.shape
-    return alike and all(p.is_replicate() or _adds_up(p) for p in one.placements)
-
-
-def _alike(tensors: Sequence[Any]) -> Sequence[Any]:
-    """Tensors before a join: reduced if they are Partial in different ways, because torch finds no common placement."""
-    kinds = {p for t in tensors if isinstance(t, DTensor) for p in t.placements if p.is_partial()}
-    return tensors if len(kinds) < 2 else [_reduced(t, lambda p: False) for t in tensors]
-
-
-def _with_neutral(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, with a neutral element if this rank has none."""
-    value: float | None = _EXTREMES.get(func)
-    if value is None:
-        order = args[1] if len(args) > 1 else 2
-        if not math.isinf(order):
-            return args
-        value = 0.0 if order > 0 else math.inf
-    if isinstance(args[0], (list, tuple)):
-        return [_filled(t, value) for t in args[0]], *args[1:]
-    return _filled(args[0], value), *args[1:]
-
-
-def _filled(tensor: Any, value: float) -> Any:
-    if not isinstance(tensor, DTensor) or local_of(tensor).numel() or not tensor.numel():
-        return tensor
-    local = local_of(tensor)
-    if local.dtype == torch.bool:
-        value = float(value > 0)
-    elif not local.is_floating_point():
-        limits = torch.iinfo(local.dtype)
-        value = limits.max if value > 0 else limits.min
-    local = local.new_full([max(size, 1) for size in local.shape], value)
-    return dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
 def _refuse_mixed(func: Any, arguments: Iterable[Any], error: Exception) -> NoReturn:
