@@ -93,7 +93,7 @@ _whole_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...]
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A group of all ranks of a mesh of several dimensions, made when first needed. All ranks must call it together."""
+    """Return a group of all ranks of a mesh of several dimensions. All ranks must call this together."""
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     groups = _whole_groups.setdefault(mesh.get_group(0), {})
     if ranks not in groups:

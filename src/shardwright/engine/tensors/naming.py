@@ -22,7 +22,7 @@ def remember(unit: Any, sharded: Any) -> None:
 
 
 def parameter_of(key: Any) -> str:
-    """``'weight' of unit 'Linear'``, of the parameter with this local tensor or this ragged spec; or nothing."""
+    """Return ``'weight' of unit 'Linear'`` for the local tensor or the ragged spec of that parameter, else nothing."""
     unit: Any = _UNITS.get(id(key))
     for p in unit.parameters if unit is not None else ():
         if any(key is each for each in _keys(p.sharded)):
@@ -36,7 +36,7 @@ def note_origin(made: Any, source: Any) -> None:
 
 
 def parameter_behind(tensor: Any) -> str:
-    """As :func:`parameter_of`, of the parameter from which a sharded tensor was viewed or computed."""
+    """Return what :func:`parameter_of` says of the parameter from which a sharded tensor was viewed or computed."""
     return parameter_of(_origin_of(tensor)())
 
 
@@ -46,7 +46,7 @@ def _origin_of(tensor: Any) -> Any:
 
 
 def gathered_dtype(key: Any) -> Any:
-    """The dtype in which modules compute with the parameter of this local tensor, if its unit is gathered now."""
+    """Return the dtype in which modules compute with the parameter of this local tensor, or None between its uses."""
     unit: Any = _UNITS.get(id(key))
     if unit is None or not unit.weights.gathered:
         return None

@@ -266,24 +266,24 @@ class FullDTensor(Full, DTensor):
 
     @staticmethod
     def __tensor_unflatten__(*parts: Any) -> DTensor:
-        """For torch.compile, which expects tensors of this class again when the graph runs."""
+        """Return a tensor of this class, as torch.compile expects when its graph runs."""
         result = DTensor.__tensor_unflatten__(*parts)
         result.__class__ = FullDTensor
         return result
 
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that has the memory: for a DTensor the local tensor."""
+    """Return the tensor that has the memory: for a DTensor the local tensor."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def in_place_view(local: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """The full parameter as an alias of its shard, which is all of it. Both have one version counter."""
+    """Return the full parameter as an alias of its shard, which is all of it. Both have one version counter."""
     return local.detach().view(cut.spec.shape)
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Whether it is deferred or on the meta device, so that its values come later."""
+    """Return whether it is deferred or on the meta device, so that its values come later."""
     return tensor.is_meta or getattr(type(plain_of(tensor)), DEFERRED, False)
 
 
@@ -325,7 +325,7 @@ def is_cut_like(gradient: torch.Tensor, parameter: Any) -> bool:
 
 
 def unit_of(parameter: torch.Tensor) -> Any:
-    """The unit of a sharded parameter, or None if it has none (any more)."""
+    """Return the unit of a sharded parameter, or None if it has none (any more)."""
     ref = parameter.__dict__.get(UNIT_OF)
     return ref() if ref is not None else None
 
@@ -345,12 +345,12 @@ class Slot:
         return cls(weakref.ref(module), name, module._parameters if plain else None)
 
     def parameter_there(self) -> nn.Parameter | None:
-        """The module's present value under this name. None also if the module no longer exists."""
+        """Return what the module has now under this name, or None if it has nothing there or no longer exists."""
         module = self.module()
         return None if module is None else module._parameters.get(self.name)
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether the module still has this parameter, or no longer exists."""
+        """Return whether the module still has this parameter, or no longer exists."""
         if self.registry is not None:
             return self.registry.get(self.name) is parameter
         module = self.module()
@@ -404,7 +404,7 @@ class ManagedParameter:
                 slot.show(form)
 
     def stand_in(self) -> torch.Tensor | None:
-        """A tensor that is no parameter and that replaces this one in its module."""
+        """Return a tensor that is no parameter and that replaces this one in its module."""
         tensors = (slot.parameter_there() for slot in self.slots)
         return next((t for t in tensors if t is not None and not isinstance(t, nn.Parameter)), None)
 
@@ -517,7 +517,7 @@ def build(
 
 
 def stays_sharded(original: Any, sharded: Any) -> bool:
-    """Whether ``original`` is sharded in the same way, so that it can become ``sharded`` by its data alone."""
+    """Return whether ``original`` is sharded in the same way, so that it can become ``sharded`` by its data alone."""
     same_kind = isinstance(original, RaggedTensor if isinstance(sharded, RaggedTensor) else DTensor)
     # A tensor that has memory cannot take the place of one on the meta device.
     return same_kind and not original.is_meta and bool(original.device_mesh == sharded.device_mesh)

@@ -78,7 +78,7 @@ def _metaclass(one: type, other: type) -> type:
 
 
 def acts(tensor: torch.Tensor) -> bool:
-    """Whether a sharded parameter has no slots."""
+    """Return whether a sharded parameter has no slots."""
     return hasattr(type(tensor), _ACTS_AS)
 
 

@@ -51,7 +51,7 @@ def views(tensor: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
 
 
 def can_edit(func: Any) -> bool:
-    """Whether the in-place operation computes each element separately."""
+    """Return whether the in-place operation computes each element separately."""
     packet, tags = func.overloadpacket, func.tags
     if torch.Tag.inplace_view in tags:
         return False
@@ -72,7 +72,7 @@ def edit(base: Any, steps: Sequence[Step], func: Any, args: tuple[Any, ...], kwa
 
 
 def with_part(base: Any, func: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A whole tensor, and this rank's part as a view of it."""
+    """Return a new whole tensor of zeros, and this rank's part as a view of it."""
     local = local_of(base)
     whole = local.new_empty_strided(base.shape, base.stride()).zero_()
     if isinstance(base, RaggedTensor):
@@ -102,7 +102,7 @@ def with_part(base: Any, func: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole_of(value: Any) -> Any:
-    """The whole of a sharded tensor. Other values are returned unchanged."""
+    """Return the whole of a sharded tensor, and any other value unchanged."""
     return value.full_tensor() if isinstance(value, (DTensor, RaggedTensor)) else value
 
 

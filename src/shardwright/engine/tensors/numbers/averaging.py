@@ -47,7 +47,7 @@ def mark_own(results: Any) -> Any:
 
 
 def has_gradient(results: Any) -> bool:
-    """Whether an operation has results through which gradients pass: no comparison, for example."""
+    """Return whether an operation has results through which gradients pass. Those of a comparison have none."""
     return any(
         isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex())
         for t in tree_leaves(results)
@@ -74,7 +74,7 @@ def only_sums(func: Any, args: Any, kwargs: Any, kind: type[torch.Tensor], linea
 
 
 def recipe_of(tensor: torch.Tensor) -> int:
-    """A hash that is equal on ranks that have computed the tensor in the same way from the same parameters."""
+    """Return a hash that is equal on ranks that have computed the tensor in the same way from the same parameters."""
     recipe: int | None = tensor.__dict__.get(RECIPE)
     if recipe is None:
         name = parameter_of(local_of(tensor)) if hasattr(tensor, "_local_tensor") else ""
@@ -100,7 +100,7 @@ def note_recipe(func: Any, args: Any, kwargs: Any, results: Any) -> None:
 
 
 def groups_of(mesh: DeviceMesh, axes: Iterable[int] | None = None) -> list[dist.ProcessGroup]:
-    """The groups of the mesh's axes (default: all) with several ranks."""
+    """Return the groups of the mesh's axes (default: all) with several ranks."""
     return [
         mesh.get_group(axis) for axis in (range(mesh.ndim) if axes is None else axes) if mesh.size(axis) > 1
     ]
@@ -210,6 +210,6 @@ def check_values() -> None:
 
 
 def values_replayed() -> None:
-    """A graph that may have averaged gradients has been put on the current stream."""
+    """Note that a CUDA graph that may have averaged gradients was put on the current stream."""
     for flag in _differs.values():
         flag.set_by_graph()

@@ -18,7 +18,7 @@ from shardwright.engine.tensors.numbers.reading import DRAW, agree_to_read_over
 
 
 def agree_to_draw(func: Any, target: DTensor, generator: torch.Generator | None, key: torch.Tensor) -> None:
-    """Meet the ranks that keep the same elements of ``target``, because ``func`` fills it with random numbers.
+    """Wait for the ranks that keep the same elements of ``target``, before ``func`` fills it with random numbers.
 
     ``key`` is the local tensor of its parameter, for messages.
 

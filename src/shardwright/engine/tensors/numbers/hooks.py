@@ -30,7 +30,7 @@ class EngineHook(ABC):
 
     @abstractmethod
     def replaced(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient in the place of this one."""
+        """Return the gradient that takes the place of this one."""
 
 
 class CutGradient(EngineHook):
@@ -44,7 +44,7 @@ class CutGradient(EngineHook):
 
 
 def tracked(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether autograd records an operation on these tensors."""
+    """Return whether autograd records an operation on these tensors."""
     return torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
 
 
@@ -84,13 +84,16 @@ class ScaleGradient(EngineHook):
 
 
 def average_gradient(tensor: torch.Tensor, average: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let ``average`` replace the gradient of ``tensor``, which a program is about to read. It must not refer to it."""
+    """Let ``average``, which must not refer to ``tensor``, replace the gradient of ``tensor``.
+
+    A program is about to read the tensor.
+    """
     if tracked([tensor]):
         register(tensor, AverageGradient(average))
 
 
 def register(tensor: torch.Tensor, hook: EngineHook) -> None:
-    """Register a hook of the engine, in the place of an earlier one of its kind."""
+    """Register a hook of the engine on a tensor. It replaces an earlier hook of its kind."""
     hooks = gradient_hooks(tensor) or {}
     for number, each in hooks.items():
         if type(each) is type(hook):
@@ -103,14 +106,14 @@ def register(tensor: torch.Tensor, hook: EngineHook) -> None:
 
 
 def forget_scale(tensor: torch.Tensor) -> None:
-    """Remove the hook of another unit that had the parameter before."""
+    """Remove the :class:`ScaleGradient` of another unit that had the parameter before."""
     hooks = gradient_hooks(tensor) or {}
     for number in [number for number, each in hooks.items() if type(each) is ScaleGradient]:
         del hooks[number]
 
 
 def forget_hooks(tensor: torch.Tensor) -> None:
-    """Remove the engine's hooks: ``tensor`` is sharded in another way from now on."""
+    """Remove the engine's hooks from ``tensor``, because from now on it is sharded in another way."""
     hooks = gradient_hooks(tensor) or {}
     for number in [number for number, hook in hooks.items() if isinstance(hook, EngineHook)]:
         del hooks[number]
@@ -125,5 +128,5 @@ def refuse_loss_in_place(func: Any) -> NoReturn:
 
 
 def only_engine_hooks(hooks: dict[int, Any] | None) -> bool:
-    """Whether none of a tensor's gradient hooks is the user's."""
+    """Return whether none of a tensor's gradient hooks is the user's."""
     return not hooks or all(isinstance(hook, EngineHook) for hook in hooks.values())

@@ -89,7 +89,7 @@ class Number(torch.Tensor):
 
 
 def as_number(result: torch.Tensor, func: Any, args: Any, kwargs: Any, spec: RaggedSpec) -> torch.Tensor:
-    """The plain ``result`` of an operation on ragged tensors or numbers, as a number."""
+    """Return the plain ``result`` of an operation on ragged tensors or numbers as a :class:`Number`."""
     number: Any = make_subclass(Number, result)
     number._plain, number._spec = result, spec
     note_recipe(func, args, kwargs, number)
@@ -97,12 +97,12 @@ def as_number(result: torch.Tensor, func: Any, args: Any, kwargs: Any, spec: Rag
 
 
 def plain_of(value: Any) -> Any:
-    """The plain tensor of a number. Other values unchanged."""
+    """Return the plain tensor of a number, and any other value unchanged."""
     return value._plain if isinstance(value, Number) else value
 
 
 def is_sum_of_numbers(func: Any, args: Any, kwargs: Any, kind: type[torch.Tensor]) -> bool:
-    """Whether an operation adds numbers of a class, none of which was computed by this rank alone."""
+    """Return whether an operation adds numbers of a class, none of which was computed by this rank alone."""
     own = any(is_own(t) for t in args[:2] if isinstance(t, kind))
     return not own and only_sums(func, args, kwargs, kind, _LINEAR)
 

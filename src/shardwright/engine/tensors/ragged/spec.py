@@ -58,7 +58,7 @@ class RaggedSpec:
             )
 
     def stable_hash(self) -> str:
-        """A hash that is equal exactly in processes with this part of this cut."""
+        """Return a hash that is equal exactly in those processes that have this part of this cut."""
         cut = (tuple(self.shape), self.offset, self.chunk, self.granule, self.axes, tuple(self.global_shape))
         return hashlib.sha256(repr((cut, self.mesh.mesh.tolist(), self.rank)).encode()).hexdigest()
 
@@ -122,13 +122,15 @@ class RaggedSpec:
         )
 
     def range_of(self, rank: int) -> tuple[int, int]:
-        """First and last + 1 of the tensor's elements, in memory order, that ``rank`` owns."""
+        """Return the first and the last + 1 of the tensor's elements, in memory order, that ``rank`` owns."""
         start, stop = rank * self.chunk - self.offset, (rank + 1) * self.chunk - self.offset
         return min(max(start, 0), self.numel), min(max(stop, 0), self.numel)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """``(rows, last dimension)`` if no rank cuts a row, else ``(elements,)``. Equal on all ranks in its
-        dimensions."""
+        """Return ``(rows, last dimension)`` if no rank cuts a row, else ``(elements,)``.
+
+        So all ranks have local tensors with the same number of dimensions.
+        """
         start, stop = self.range_of(rank)
         if not self.shape:
             return ()

@@ -92,7 +92,7 @@ class RaggedTensor(Sharded):
     __torch_function__ = disabled_torch_function
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[RaggedSpec, bool]]:
-        """The tensor with which torch.compile computes: the local tensor."""
+        """Name the local tensor, with which torch.compile computes."""
         return ["_local_tensor"], (self.spec, self.requires_grad)
 
     @staticmethod
@@ -102,7 +102,7 @@ class RaggedTensor(Sharded):
         return RaggedTensor(inner["_local_tensor"], *context)
 
     def _stable_hash_for_caching(self) -> str:
-        """For torch.compile's cache of graphs."""
+        """Return a hash of the spec for torch.compile's cache of graphs."""
         return f"{self.spec.stable_hash()}{self.requires_grad}"
 
     @classmethod
@@ -127,7 +127,7 @@ class RaggedTensor(Sharded):
 
     @classmethod
     def from_full(cls, source: torch.Tensor, spec: RaggedSpec) -> RaggedTensor:
-        """A copy of this rank's part of ``source``, which is whole, a DTensor or a RaggedTensor.
+        """Return a copy of this rank's part of ``source``, which is whole, a DTensor or a RaggedTensor.
 
         If ``source`` is sharded, and not as in ``spec``, all ranks communicate.
         """
@@ -138,11 +138,11 @@ class RaggedTensor(Sharded):
         return self.spec.mesh
 
     def to_local(self) -> torch.Tensor:
-        """This rank's elements. Not a copy: writes into them change this tensor."""
+        """Return this rank's elements, which are no copy: writes into them change this tensor."""
         return self._local_tensor
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, with graph, on this one's device. Every rank of the mesh must call it.
+        """Return the whole tensor, with graph, on this one's device. Every rank of the mesh must call it.
 
         The gradient of the result is averaged over the ranks.
         """
@@ -164,7 +164,7 @@ class RaggedTensor(Sharded):
         return part if spec.parallel is None else full_of(spec.parallel.wrap(part))
 
     def _gathered(self) -> torch.Tensor:
-        """The tensor of ``spec.shape``, from the ranks that cut it."""
+        """Return the tensor of ``spec.shape``, from the ranks that cut it."""
         local, spec = self._local_tensor.detach(), self.spec
         if spec.world_size == 1:
             return copied(local).view(spec.shape)
@@ -195,7 +195,7 @@ class RaggedTensor(Sharded):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
     ) -> DTensor:
-        """A DTensor with these values on the same mesh. Every rank must call it.
+        """Return a DTensor with these values on the same mesh. Every rank must call it.
 
         Args:
             device_mesh: this tensor's own, as in ``DTensor.redistribute``.
@@ -224,7 +224,7 @@ class RaggedTensor(Sharded):
         return dtensor_of(local, mesh, placements, self.shape, self.stride())
 
     def as_dtensor(self) -> RaggedDTensor:
-        """This tensor in a state dict: a DTensor that torch's state-dict functions gather and load. Not a copy."""
+        """Return this tensor as a DTensor for a state dict, which torch's functions gather and load. It is no copy."""
         placements = (Replicate(),) * self.spec.mesh.ndim
         with torch.inference_mode(self.is_inference()):  # not an inference tensor, for later loads
             result: Any = dtensor_of(self.detach(), self.spec.mesh, placements, self.shape, self.stride())
@@ -353,8 +353,10 @@ class RaggedDTensor(DTensor):
         return self.ragged.full_tensor()
 
     def _refuse_on_every_rank(self) -> None:
-        """Raise on all ranks if any rank's part cannot be gathered, since parts of optimizer state may differ in
-        class."""
+        """Raise on all ranks if any rank's part cannot be gathered.
+
+        Parts of an optimizer's state may be of different classes.
+        """
         ragged = self.ragged
         local, spec = ragged._local_tensor, ragged.spec
         if spec.world_size == 1 or local.is_meta or parameter_of(local) or is_traced(local):
@@ -411,7 +413,7 @@ RaggedDTensor.__slots__ = tuple(DTensor.__slots__)  # type: ignore[assignment]  
 
 @torch.no_grad()
 def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
-    """This rank's part of ``source``, in its local shape; may be a view. See :meth:`RaggedTensor.from_full`."""
+    """Return this rank's part of ``source``, maybe a view, in its local shape. See :meth:`RaggedTensor.from_full`."""
     rank = spec.rank
     if isinstance(source, DTensor) and isinstance(source._local_tensor, RaggedTensor):
         source = source._local_tensor  # from a state dict, or a result of arithmetic with its values
@@ -454,7 +456,7 @@ def _expanded(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
 
 
 def _ranges_by_rows(spec: RaggedSpec) -> list[tuple[int, int]]:
-    """The flat ranges of ``Shard(0)``, which cuts like torch.chunk."""
+    """Return the flat ranges of ``Shard(0)``, which cuts like torch.chunk."""
     width = -(-spec.shape[0] // spec.world_size) * math.prod(spec.shape[1:])
     return [(min(r * width, spec.numel), min((r + 1) * width, spec.numel)) for r in range(spec.world_size)]
 
@@ -483,7 +485,7 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> int:
 
 
 def device_of(spec: RaggedSpec, local: torch.Tensor) -> torch.device:
-    """The device on which the group communicates. Offloaded tensors move there and back."""
+    """Return the device on which the group communicates. Offloaded tensors move there and back."""
     kind = spec.mesh.device_type
     return local.device if local.device.type == kind else torch.device(kind)
 
@@ -499,7 +501,7 @@ def refuse_traced(local: torch.Tensor) -> None:
 
 
 def described(tensor: RaggedTensor) -> str:
-    """The tensor in messages: the name of its parameter, or of a parameter with the same cut."""
+    """Name the tensor in a message: by its parameter, or by a parameter with the same cut."""
     shape = tuple(tensor.shape)
     if parameter := parameter_of(tensor._local_tensor):
         return f"a ragged tensor (parameter {parameter}, of shape {shape})"
@@ -562,7 +564,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _as_number(result: Any, func: Any, args: Any, kwargs: Any, spec: RaggedSpec) -> Any:
-    """The result of an operation that autograd records: a plain number becomes a :class:`Number`."""
+    """Return the result of an operation that autograd records, where a plain number becomes a :class:`Number`."""
     if type(result) is torch.Tensor and not result.dim() and result.dtype.is_floating_point:
         return as_number(result, func, args, kwargs, spec)
     note_recipe(func, args, kwargs, result)
@@ -572,7 +574,7 @@ def _as_number(result: Any, func: Any, args: Any, kwargs: Any, spec: RaggedSpec)
 def _read_numbers(
     func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], run: Callable[[], Any]
 ) -> Any:
-    """An operation on ragged tensors that have no dimensions. With a plain loss its result is plain."""
+    """Run an operation on ragged tensors that have no dimensions. With a plain loss among them the result is plain."""
     numbers = [t for t in tensors if isinstance(t, RaggedTensor)]
     plain = [t for t in tensors if not isinstance(t, RaggedTensor)]
     into_plain = func._schema.is_mutable and any(args[0] is t for t in plain)
@@ -596,7 +598,7 @@ def _read_numbers(
 
 
 def cut_again(spec: RaggedSpec, gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the gradient of a tensor that was summed or added to a plain loss."""
+    """Return this rank's part of the gradient of a tensor that was summed or added to a plain loss."""
     if gradient is None or isinstance(gradient, RaggedTensor):
         return gradient
     if torch.is_grad_enabled() and gradient.requires_grad:
@@ -609,7 +611,7 @@ def cut_again(spec: RaggedSpec, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _from_owners(local: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
-    """The tensor of ``spec.shape``, for which each rank that owns elements sends them to all others.
+    """Return the tensor of ``spec.shape``, which each rank that owns elements of it has sent to all others.
 
     An all-gather needs memory for the largest part of every rank. If few ranks own elements, that is many times the
     tensor. This needs the tensor's own memory.

@@ -52,14 +52,14 @@ _TORCHS = {"aten", "prims"}
 
 
 def real(tensor: Any) -> bool:
-    """Whether it is sharded and holds values. False while a compiler traces."""
+    """Return whether a tensor is sharded and holds values, which it does not while a compiler traces."""
     return (
         isinstance(tensor, DTensor) and type(waited(local_of(tensor))) is torch.Tensor and not tensor.is_meta
     )
 
 
 def by_parts(func: Any, args: Any) -> bool:
-    """Whether DTensor's rule for an operator is right."""
+    """Return whether DTensor's rule for an operator is right."""
     # torch reduces all dimensions if the list of them is empty, DTensor none.
     if _RANDOM in func.tags or (len(args) > 1 and isinstance(args[1], (list, tuple)) and not args[1]):
         return False
@@ -78,7 +78,7 @@ def by_parts(func: Any, args: Any) -> bool:
 
 
 def can_use_wholes(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether every rank has, or can gather, the same whole arguments of an operator of torch.
+    """Return whether every rank has, or can gather, the same whole arguments of an operator of torch.
 
     In a backward plain tensors beside sharded ones mostly come from torch's formulas. :func:`on_wholes` compares them.
     """
@@ -100,7 +100,7 @@ def can_use_wholes(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
-    """The tensors that an operator writes, and whether it reads nothing of them."""
+    """Yield the tensors that an operator writes, each with whether the operator reads nothing of it."""
     if not func._schema.is_mutable:
         return
     for position, argument in enumerate(func._schema.arguments):
@@ -114,7 +114,9 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, 
 
 @torch.no_grad()
 def on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operator on whole arguments, on every rank. Results are replicated; written arguments keep their cuts.
+    """Run the operator on whole arguments, on every rank.
+
+    Results are replicated, and written arguments keep their cuts.
 
     Results of a random operator with the shape of its first argument are cut like it. Ranks with different seeds then
     still have parts of one tensor each.
@@ -175,7 +177,7 @@ def on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_cut(tensor: DTensor) -> bool:
-    """Whether each rank has elements of the tensor, and not numbers to be added to those of other ranks."""
+    """Return whether each rank has elements of the tensor, and not numbers to be added to those of other ranks."""
     return not any(p.is_partial() for p in tensor.placements)
 
 
@@ -216,7 +218,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def label(arguments: Iterable[Any]) -> str:
-    """The subject of an error: the parameter among the arguments, or the sharded tensor."""
+    """Return the subject of an error: the parameter among the arguments, or the sharded tensor."""
     sharded = [t for t in arguments if isinstance(t, DTensor)]
     name = next(filter(None, map(parameter_behind, sharded)), "")
     return (
@@ -229,12 +231,12 @@ def label(arguments: Iterable[Any]) -> str:
 
 
 def is_collective(func: Any) -> bool:
-    """Whether the operator is a function of torch.distributed, such as broadcast."""
+    """Return whether the operator is a function of torch.distributed, such as broadcast."""
     return getattr(func, "namespace", "") in ("c10d", "_c10d_functional")
 
 
 def way_out_of_clipping(func: Any) -> str:
-    """A sentence for operators with which torch's clip_grad_norm_ gets all gradients at once."""
+    """Return a sentence for operators with which torch's clip_grad_norm_ gets all gradients at once."""
     if func not in _OF_CLIPPING:
         return ""
     return (

@@ -65,7 +65,7 @@ def _adds_up(placement: Placement) -> bool:
 
 @torch.no_grad()
 def reduced(tensor: Any, keeps: Callable[[Placement], bool] = _adds_up) -> Any:
-    """The tensor, reduced over the ranks where it is Partial, except placements for which ``keeps`` returns True."""
+    """Return the tensor, reduced over the ranks where it is Partial, except placements for which ``keeps`` is True."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = [Replicate() if p.is_partial() and not keeps(p) else p for p in tensor.placements]
@@ -83,7 +83,7 @@ def reduce_in_place(tensor: DTensor) -> None:
 
 
 def adds_partial(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether both are sums that are not reduced yet, and may be added so."""
+    """Return whether both are sums that are not reduced yet, and may be added so."""
     if func not in _SUMS or not all(isinstance(t, DTensor) for t in args[:2]):
         return False
     one, other = args[:2]
@@ -92,13 +92,16 @@ def adds_partial(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def alike(tensors: Sequence[Any]) -> Sequence[Any]:
-    """Tensors before a join: reduced if they are Partial in different ways, because torch finds no common placement."""
+    """Return the tensors for a join, all reduced if they are Partial in different ways.
+
+    torch would find no placement for the result.
+    """
     kinds = {p for t in tensors if isinstance(t, DTensor) for p in t.placements if p.is_partial()}
     return tensors if len(kinds) < 2 else [reduced(t, lambda p: False) for t in tensors]
 
 
 def with_neutral(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, with a neutral element if this rank has none."""
+    """Return the arguments, with a neutral element in the place of a part without elements."""
     value: float | None = EXTREMES.get(func)
     if value is None:
         order = args[1] if len(args) > 1 else 2

@@ -201,11 +201,11 @@ class ShardedTensor(Sharded, DTensor, metaclass=_EqualsDTensor):
 
     @staticmethod
     def __tensor_unflatten__(*parts: Any) -> DTensor:
-        """For torch.compile, which expects tensors of this class again when the graph runs."""
+        """Return a tensor of this class, as torch.compile expects when its graph runs."""
         return as_sharded(DTensor.__tensor_unflatten__(*parts))
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor on every rank, with graph, as with a DTensor. Every rank of the mesh must call it."""
+        """Return the whole tensor on every rank, with graph, as with a DTensor. Every rank of the mesh must call it."""
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
         if tracked([self]):
@@ -215,7 +215,7 @@ class ShardedTensor(Sharded, DTensor, metaclass=_EqualsDTensor):
         return result
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's part, with graph, as with a DTensor. Its gradient is averaged over the axes that replicate it."""
+        """Return this rank's part, with graph. Its gradient is averaged over the axes that replicate it."""
         result = super().to_local(grad_placements=grad_placements)
         if grad_placements is None:
             _average_of_plain(self, result, [a for a, p in enumerate(self.placements) if p.is_replicate()])
@@ -349,13 +349,16 @@ def _refresh(arguments: Any) -> None:
 
 
 def _detached(number: DTensor) -> DTensor:
-    """A Partial tensor without its graph. ``detach`` of torch 2.15 would reduce a norm."""
+    """Return a Partial tensor without its graph. ``detach`` of torch 2.15 would reduce a norm."""
     local = local_of(number).detach()
     return as_sharded(dtensor_of(local, number.device_mesh, number.placements, number.shape, number.stride()))
 
 
 def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """The results of a view operation as views: over the same memory, or with the steps to repeat edits on the base."""
+    """Make the results of a view operation views of its argument.
+
+    They are over the same memory, or have the steps by which edits are repeated on the base.
+    """
     base: Any = args[0]
     viewed = local_of(base)
     many = isinstance(result, (list, tuple))
@@ -384,7 +387,7 @@ def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def _alias(tensor: ShardedTensor) -> ShardedTensor:
-    """Another tensor over the same memory, as from ``detach``."""
+    """Return another tensor over the same memory, as ``detach`` does."""
     alias: Any = tensor._as_dtensor()
     alias.__class__ = ShardedTensor
     alias._local_tensor = local_of(tensor)
@@ -393,7 +396,7 @@ def _alias(tensor: ShardedTensor) -> ShardedTensor:
 
 
 def _shares_order(view: DTensor, base: DTensor) -> bool:
-    """Whether a view shares memory with its base, and this rank's part of it is one range of elements.
+    """Return whether a view shares memory with its base, and this rank's part of it is one range of elements.
 
     Newer versions of torch flatten a tensor that is cut along an inner dimension into a tensor that is cut in stripes.
     """
@@ -403,7 +406,7 @@ def _shares_order(view: DTensor, base: DTensor) -> bool:
 
 
 def _cut_again(mesh: DeviceMesh, placements: Sequence[Placement], gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of a tensor with these placements that was summed or added to a plain loss."""
+    """Return the gradient of a tensor with these placements that was summed or added to a plain loss."""
     if gradient is None:  # of a tensor without elements
         return gradient
     if not isinstance(gradient, DTensor):
@@ -414,7 +417,7 @@ def _cut_again(mesh: DeviceMesh, placements: Sequence[Placement], gradient: torc
 
 
 def _reads_numbers(func: Any, args: Any, kwargs: Any, sharded: Sequence[DTensor]) -> bool:
-    """Whether an operation makes values of this rank: of numbers alone, and not only a sum of numbers.
+    """Return whether an operation makes values of this rank: of numbers alone, which it does not only add.
 
     A number (a tensor without dimensions) may be Partial. A rank reads the whole number before it multiplies it by a
     factor, because the factor may be the rank's own.
@@ -427,7 +430,7 @@ def _reads_numbers(func: Any, args: Any, kwargs: Any, sharded: Sequence[DTensor]
 
 
 def _is_plain(func: Any, args: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether an operation of numbers has a plain result, because of plain tensors such as a loss.
+    """Return whether an operation of numbers has a plain result, because of plain tensors such as a loss.
 
     Raises:
         NotImplementedError: the result would be written into a number.
@@ -443,7 +446,7 @@ def _is_plain(func: Any, args: Any, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _mean(mesh: DeviceMesh, recipe: int, gradient: torch.Tensor) -> torch.Tensor:
-    """The mean over the ranks of the gradient of a number."""
+    """Return the mean over the ranks of the gradient of a number."""
     if not isinstance(gradient, DTensor):
         return average(gradient, mesh, recipe)
     if any(p.is_shard() for p in gradient.placements):
@@ -471,7 +474,7 @@ def _average_of_plain(tensor: ShardedTensor, plain: torch.Tensor, axes: Iterable
 
 
 def _read(in_place: bool, value: Any) -> Any:
-    """A number before an operation of this rank: whole. Other values unchanged."""
+    """Return a number as the whole number, for an operation of this rank, and any other value unchanged."""
     if not isinstance(value, ShardedTensor):
         return value
     if in_place:
@@ -480,7 +483,7 @@ def _read(in_place: bool, value: Any) -> Any:
 
 
 def _number_of(value: Any) -> Any:
-    """A number as a plain tensor, with the graph of the sharded one. Other values unchanged."""
+    """Return a number as a plain tensor, with the graph of the sharded one. Other values are unchanged."""
     if not isinstance(value, ShardedTensor):
         return value
     value.__dict__[BESIDE_PLAIN] = value.dtype  # backward joins it with this rank's gradients
@@ -502,7 +505,7 @@ def _agree_on_factors(func: Any, sharded: Sequence[DTensor], tensors: Sequence[t
 
 
 def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operator: from parts by DTensor's rule if that is right, or from whole tensors."""
+    """Return the result of an operator: by DTensor's rule from parts if that is right, or from whole tensors."""
     leaves = tree_leaves((args, kwargs))
     if func is not _detach and torch.is_grad_enabled():
         for t in leaves:
@@ -539,13 +542,13 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_of_numbers(args: Any, kwargs: Any) -> bool:
-    """Whether backward joins this rank's own numbers with numbers of sharded tensors, as for a loss times a penalty."""
+    """Return whether backward joins this rank's numbers with those of sharded tensors, as for a loss times a penalty."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     return not any(t.dim() for t in tensors) and any(type(t) is torch.Tensor for t in tensors)
 
 
 def _beside_plain(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-    """An operation of this rank's plain tensors and parameters whose unit is gathered now. The result is plain.
+    """Run an operation of this rank's plain tensors and of parameters whose unit is gathered now. The result is plain.
 
     For example a loss that uses the output layer's weight after the root's forward. Modules show sharded parameters
     then, and in FSDP2 full ones.
@@ -563,7 +566,7 @@ def _beside_plain(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
 
 
 def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation on plain tensors: of sharded ones the whole tensor, in the dtype in which modules compute."""
+    """Run the operation on plain tensors: for a sharded one on the whole, in the dtype in which modules compute."""
 
     def whole_of(value: Any) -> Any:
         if not isinstance(value, DTensor):
@@ -575,7 +578,7 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _adds_own_gradient(one: Any, other: Any) -> bool:
-    """Whether backward adds a gradient of this rank's own, which is whole, to one that is sharded."""
+    """Return whether backward adds a gradient of this rank's own, which is whole, to one that is sharded."""
     plain = [t for t in (one, other) if type(t) is torch.Tensor]
     return (
         len(plain) == 1
@@ -592,7 +595,7 @@ def _cut_mean(gradient: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _change_shape(func: Any, args: Any, kwargs: Any) -> Any:
-    """In-place changes of a shape. DTensor changes an alias of the tensor."""
+    """Change a shape in place. DTensor would change an alias of the tensor."""
     target = args[0]
     form = getattr(_aten, func.overloadpacket.__name__.rstrip("_"), None)
     view = getattr(form, func._overloadname, None) or getattr(form, "int", None)  # transpose's
@@ -627,7 +630,7 @@ def as_class(kind: type[Any], tensor: Any) -> Any:
 
 
 def as_sharded(tensor: DTensor) -> DTensor:
-    """The same tensor as a ``ShardedTensor``, with global numbers and noticed edits.
+    """Return the same object as a ``ShardedTensor``, with global numbers and noticed edits.
 
     torch 2.11 does not call subclasses of DTensor for operations, so there the tensor is returned unchanged. Its
     numbers are then those of DTensors. ``detach`` would also return no subclass, so no subclass could become a
@@ -639,7 +642,7 @@ def as_sharded(tensor: DTensor) -> DTensor:
 
 
 def _plain(result: Any) -> Iterator[Any]:
-    """Plain DTensors among the results of an operation."""
+    """Yield the plain DTensors among the results of an operation."""
     for each in result if isinstance(result, (list, tuple)) else (result,):
         if type(each) is DTensor:
             yield each
