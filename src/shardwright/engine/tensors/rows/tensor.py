@@ -542,7 +542,7 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_of_numbers(args: Any, kwargs: Any) -> bool:
-    """Return whether backward joins this rank's numbers with those of sharded tensors, as for a loss times a penalty."""
+    """Return whether backward joins this rank's numbers with those of sharded tensors: a loss times a penalty."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     return not any(t.dim() for t in tensors) and any(type(t) is torch.Tensor for t in tensors)
 
