@@ -67,7 +67,7 @@ DEFECTS = [
         "engine/layout/blocks.py",
         "head = min(-first % rows, last - first)",
         "head = 0",
-        ("comm/test_coding.py",),
+        ("engine/comm/test_coding.py",),
     ),
     Defect(
         "codec of blocks",
