@@ -55,7 +55,8 @@ def has_gradient(results: Any) -> bool:
 
 
 _aten = torch.ops.aten
-_SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
+#: Their result is a sum that is not reduced yet if both numbers are such sums
+SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
 
 
 def only_sums(func: Any, args: Any, kwargs: Any, kind: type[torch.Tensor], linear: set[Any]) -> bool:
@@ -64,7 +65,7 @@ def only_sums(func: Any, args: Any, kwargs: Any, kind: type[torch.Tensor], linea
     The gradient of the result is then that of each number, or the negative of it. ``linear`` has the operations of one
     number of which this is true. A sum with 0, from which Python's ``sum`` starts, is one, too.
     """
-    if func in _SUMS:
+    if func in SUMS:
         numbers = all(isinstance(t, kind) or (type(t) is int and t == 0) for t in args[:2])
         return numbers and kwargs.get("alpha", 1) == 1
     return func.overloadpacket in linear
@@ -119,7 +120,12 @@ def average(
     Raises:
         RuntimeError: on gloo: the ranks average gradients of different values, or another rank does something else.
     """
-    groups = groups_of(mesh, axes)
+    return _averaged(gradient, groups_of(mesh, axes), torch.device(mesh.device_type), recipe)
+
+
+def _averaged(
+    gradient: torch.Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device, recipe: int
+) -> torch.Tensor:
     if not groups:
         return gradient
     if is_transformed(gradient):
@@ -128,7 +134,7 @@ def average(
             "at a time, and this one is batched (is_grads_batched=True, or torch.vmap). Call autograd once for each "
             "row."
         )
-    return _Average.apply(gradient, groups, torch.device(mesh.device_type), recipe)  # type: ignore[no-any-return]
+    return _Average.apply(gradient, groups, device, recipe)  # type: ignore[no-any-return]
 
 
 def average_read(
@@ -148,7 +154,7 @@ class _Average(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return _Average.apply(gradient, *ctx.context), None, None, None
+        return _averaged(gradient, *ctx.context), None, None, None
 
 
 def _average(

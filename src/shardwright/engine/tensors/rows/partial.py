@@ -7,7 +7,7 @@ the neutral elements of ranks without elements, and the reductions and gathers t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardwright.engine.compat.dtensor import dtensor_of, local_of, rebind
 from shardwright.engine.tensors.gathering import gathered
-from shardwright.engine.tensors.numbers.averaging import recipe_of
+from shardwright.engine.tensors.numbers.averaging import SUMS, recipe_of
 from shardwright.engine.tensors.numbers.hooks import tracked
 from shardwright.engine.tensors.numbers.reading import agree_to_read
 from shardwright.engine.tensors.rows.operations import real
@@ -34,8 +34,6 @@ LINEAR = {
     _aten.full_like,
 }  # fmt: skip
 
-#: Their result is Partial if both numbers are, and its gradient is that of each, or the negative of it.
-_SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
 #: Autograd makes their gradients from a number, which is equal on every rank.
 SUMMED = {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim}
 #: torch would add the ranks' parts of norms and extremes that are not reduced yet, which is wrong.
@@ -43,6 +41,7 @@ LINEAR_BY_TORCH = SUMMED | {_aten.nansum.default}
 JOINS = {_aten.stack.default, _aten.cat.default}
 
 
+@torch.no_grad()
 def whole_number(tensor: DTensor) -> torch.Tensor:
     """Return the whole tensor, of which a number is read, without graph. Every rank must call this."""
     agree_to_reduce(tensor)
@@ -64,11 +63,13 @@ def _adds_up(placement: Placement) -> bool:
 
 
 @torch.no_grad()
-def reduced(tensor: Any, keeps: Callable[[Placement], bool] = _adds_up) -> Any:
-    """Return the tensor, reduced over the ranks where it is Partial, except placements for which ``keeps`` is True."""
+def reduced(tensor: Any, sums_stay: bool = False) -> Any:
+    """Return the tensor, reduced over the ranks where it is Partial. With ``sums_stay`` sums and means stay Partial."""
     if not isinstance(tensor, DTensor):
         return tensor
-    placements = [Replicate() if p.is_partial() and not keeps(p) else p for p in tensor.placements]
+    placements = [
+        Replicate() if p.is_partial() and not (sums_stay and _adds_up(p)) else p for p in tensor.placements
+    ]
     if placements == list(tensor.placements):
         return tensor
     agree_to_reduce(tensor)
@@ -77,18 +78,18 @@ def reduced(tensor: Any, keeps: Callable[[Placement], bool] = _adds_up) -> Any:
 
 def reduce_in_place(tensor: DTensor) -> None:
     """Reduce a tensor that is Partial, because an operation writes into it, or into a view of it."""
-    result = reduced(tensor, lambda placement: False)
+    result = reduced(tensor)
     if result is not tensor:
         rebind(tensor, result)
 
 
 def adds_partial(func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether both are sums that are not reduced yet, and may be added so."""
-    if func not in _SUMS or not all(isinstance(t, DTensor) for t in args[:2]):
+    if func not in SUMS or not all(isinstance(t, DTensor) for t in args[:2]):
         return False
     one, other = args[:2]
-    alike = one.placements == other.placements and one.dtype == other.dtype and one.shape == other.shape
-    return alike and all(p.is_replicate() or _adds_up(p) for p in one.placements)
+    same = one.placements == other.placements and one.dtype == other.dtype and one.shape == other.shape
+    return same and all(p.is_replicate() or _adds_up(p) for p in one.placements)
 
 
 def alike(tensors: Sequence[Any]) -> Sequence[Any]:
@@ -97,7 +98,7 @@ def alike(tensors: Sequence[Any]) -> Sequence[Any]:
     torch would find no placement for the result.
     """
     kinds = {p for t in tensors if isinstance(t, DTensor) for p in t.placements if p.is_partial()}
-    return tensors if len(kinds) < 2 else [reduced(t, lambda p: False) for t in tensors]
+    return tensors if len(kinds) < 2 else [reduced(t) for t in tensors]
 
 
 def with_neutral(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -143,7 +143,7 @@ class ShardedTensor(Sharded, DTensor, metaclass=_EqualsDTensor):
                 args[0]._as_dtensor(clone=True)
             )  # the first number of Python's ``sum``: it stays Partial
         if _RANDOM in func.tags and args and isinstance(args[0], DTensor):
-            _agree_to_draw(func, args[0], kwargs)
+            agree_to_draw(func, args[0], kwargs)
         edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         if torch.Tag.inplace_view in func.tags and is_real(args[0]):
             result = _change_shape(func, args, kwargs)
@@ -168,7 +168,7 @@ class ShardedTensor(Sharded, DTensor, metaclass=_EqualsDTensor):
         if func in EXTREMES or func in NORMS:
             args = with_neutral(func, args)
         elif func in LINEAR_BY_TORCH:
-            args = (reduced(args[0]), *args[1:])
+            args = (reduced(args[0], sums_stay=True), *args[1:])
         elif func in JOINS:
             if any(type(t) is torch.Tensor for t in args[0]) and not in_backward():
                 _refuse_mixed(func, args[0], RuntimeError("each rank may have another value"))
@@ -180,7 +180,7 @@ class ShardedTensor(Sharded, DTensor, metaclass=_EqualsDTensor):
             written = args[0] if func._schema.is_mutable and args else None
             if isinstance(written, ShardedTensor):
                 reduce_in_place(written)
-            args = tuple(reduced(t, lambda p: False) if isinstance(t, DTensor) else t for t in args)
+            args = tuple(reduced(t) if isinstance(t, DTensor) else t for t in args)
         result = _computed(func, types, args, kwargs)
         if func._schema.is_mutable:
             many = bool(args) and isinstance(args[0], (list, tuple))
@@ -291,7 +291,7 @@ class ShardedCopy(ShardedTensor):  # type: ignore[metaclass]
                 if written is not args[0] or not can_edit(func):
                     refuse(func, written)
                 if _RANDOM in func.tags:
-                    _agree_to_draw(func, written._viewed, kwargs)
+                    agree_to_draw(func, written._viewed, kwargs)
                 begin_edit(func, args, kwargs)
                 _refresh([*args[1:], kwargs])
                 edit(written._viewed, written._steps, func, args, kwargs)
@@ -479,7 +479,7 @@ def _read(in_place: bool, value: Any) -> Any:
         return value
     if in_place:
         reduce_in_place(value)
-    return reduced(value, lambda placement: False)
+    return reduced(value)
 
 
 def _number_of(value: Any) -> Any:
@@ -660,7 +660,3 @@ def _refuse_mixed(func: Any, arguments: Iterable[Any], error: Exception) -> NoRe
         "forward of its unit, apply fully_shard to it before the outer module. Or make the plain tensor a DTensor, or "
         "edit full parameters inside `with shardwright.unsharded(model):`." + way_out_of_clipping(func)
     ) from error
-
-
-def _agree_to_draw(func: Any, target: DTensor, kwargs: dict[str, Any]) -> None:
-    agree_to_draw(func, target, kwargs.get("generator"), target.__dict__.get(EDITED, local_of(target)))
