@@ -7,7 +7,7 @@
 # make test-all                          every test
 # make quick                             the pure tests and the central ones on two ranks, in under a minute
 # make guard ARGS="tests/engine"         tests under an allocator that catches use of freed memory; needs a C compiler
-# make house                             import circles, the largest classes and files; ARGS="--times FILE" test times
+# make house                             code lines by room, import circles, the largest classes and files, shares of tests
 # make defects ARGS="ledger"             breaks a copy of the engine in known ways and shows which test finds each
 # make defects ARGS="streams"            takes waits away, and shows what both simulators of an accelerator see
 # make faults                            kills jobs of 1 to 4 ranks in 220 ways and checks that nothing is lost; 16 minutes
@@ -74,6 +74,7 @@ guard: $(STAMP)
 
 house: $(STAMP)
 	$(PY) tools/house.py $(ARGS)
+	@$(PY) tools/test_shares.py
 
 defects: $(STAMP)
 	$(PY) -m tests.defects $(ARGS)

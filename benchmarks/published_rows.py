@@ -1,4 +1,4 @@
-"""Plans beside published figures of memory and speed: torch's FSDP2 in the loop of another trainer, run hollow.
+"""Plans beside published figures of memory and speed: torch's FSDP2 in the loop of another trainer, run fakes.
 
     python -m benchmarks.published_rows [--layers 32]
 

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.watching import profiling
 from tests.engine.kit.subclasses import backward
 from tests.engine.kit.surface import build, shard
@@ -37,7 +37,7 @@ def test_every_gather_reduction_wait_and_prefetch_has_the_name_of_its_unit(
     backward(model, rank)
     with sw.profiler(model, tmp_path, ranks=None) as profiler:
         backward(model, rank)
-    assert boards.current is None
+    assert heartbeat.current is None
     assert profiler.files == [tmp_path / f"rank-{rank}.json.gz"]
     names = names_in(profiler.files[0])
     for unit in ("blocks.0", "blocks.1", "blocks.2"):
@@ -103,7 +103,7 @@ def test_a_failure_of_the_profiler_does_not_end_training(
         ):
             backward(model, rank)
             profiler.step()
-    assert profiler.failure == "RuntimeError: no room in the buffer" and boards.current is None
+    assert profiler.failure == "RuntimeError: no room in the buffer" and heartbeat.current is None
     if method in ("step", "stop"):
         profiler.torch.stop()
 
@@ -116,7 +116,7 @@ def test_an_error_of_the_loop_is_raised_and_the_trace_is_written(
     with pytest.raises(KeyError), sw.profiler(model, tmp_path) as profiler:
         backward(model, rank)
         raise KeyError
-    assert len(profiler.files) == 1 and boards.current is None
+    assert len(profiler.files) == 1 and heartbeat.current is None
 
 
 def test_what_is_no_sharded_model_is_refused() -> None:
@@ -131,7 +131,7 @@ def test_ranges_of_a_thread_do_not_overlap() -> None:
     names = profiling.UnitNames()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         names.leave()
-        names.at(boards.FORWARD, "a")
+        names.at(heartbeat.FORWARD, "a")
         names.enter("all-gather", "0-3", 8, "a")
         names.enter("all-gather", "0,2", 8, "a")
         names.leave()

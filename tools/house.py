@@ -1,17 +1,22 @@
-"""How well the code can be lived in: import circles, the largest classes and files, and the slowest tests.
+"""How well the code can be lived in: code lines by room, import circles, the largest classes and files, slow tests.
 
 ``python tools/house.py`` reads ``src/`` and ``tests/``. Imports that are for type checkers alone count, too: they show
-who knows whom. ``--times FILE`` adds the times of a test run (``make test ARGS=--junitxml=FILE``). ``--check`` ends
-with status 1 where a limit is passed.
+who knows whom. So do modules that are imported by a string. A code line is a line with a token that is neither a
+comment nor a docstring. ``--since REVISION`` adds the change of each room's code lines since a commit. ``--times FILE``
+adds the times of a test run (``make test ARGS=--junitxml=FILE``). ``--check`` ends with status 1 where a limit is
+passed.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import io
+import subprocess
 import sys
+import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -55,7 +60,96 @@ def imports_of(path: Path, modules: set[str], source: Path = SOURCE) -> set[str]
             for alias in node.names:
                 full = f"{base}.{alias.name}"
                 result.add(full if full in modules else base)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ":" in node.value:
+            module = node.value.partition(":")[0]
+            result.update({module} if "." in module else ())  # an import path
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            said = ast.unparse(node.args[0]).lstrip("f").strip("'\"")
+            start, brace, _ = said.partition("{")
+            if brace and start:  # a name that is put together may be that of each module of the folder
+                result.update(m for m in modules if m.startswith(start))
+            result.add(said)
     return (result & modules) - {own}
+
+
+#: Rooms of the engine that have doors of their own and are counted apart.
+INNER = ("engine", "planner", "train", "checkpoint", "cli")
+BANDS = {"planner": "planner", "train": "trainer", "cli": "", "integrations": ""}
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def code_lines(text: str) -> int:
+    """Return the number of lines that have a token which is neither a comment nor a docstring."""
+    docstrings = {
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+        and isinstance(node.body[0].value, ast.Constant)
+        and isinstance(node.body[0].value.value, str)
+    }
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
+        if token.type not in _NO_CODE and not is_docstring:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines)
+
+
+def room_of(file: str) -> str:
+    """Return the room of a file of the package, such as ``optim`` or ``engine/comm``."""
+    first, *rest = file.removeprefix("src/shardwright/").split("/")
+    return f"{first}/{rest[0]}" if first in INNER and len(rest) > 1 else first
+
+
+def lines_by_room(texts: Iterable[tuple[str, str]]) -> Counter[str]:
+    """Return the code lines of each room, from pairs of a file's path in the repository and its text."""
+    result: Counter[str] = Counter()
+    for file, text in texts:
+        result[room_of(file)] += code_lines(text)
+    return result
+
+
+def texts_now() -> Iterator[tuple[str, str]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield str(path.relative_to(ROOT)), path.read_text()
+
+
+def texts_at(revision: str) -> Iterator[tuple[str, str]]:
+    """Yield the package's files at a commit."""
+    git = ("git", "-C", str(ROOT))
+    listed = subprocess.run(
+        [*git, "ls-tree", "-r", "--name-only", revision, "src"], capture_output=True, text=True, check=True
+    )
+    for file in listed.stdout.split():
+        if file.endswith(".py"):
+            shown = subprocess.run(
+                [*git, "show", f"{revision}:{file}"], capture_output=True, text=True, check=True
+            )
+            yield file, shown.stdout
+
+
+def print_rooms(since: str | None) -> None:
+    """Print code lines by band and room, and their change since a commit."""
+    now = lines_by_room(texts_now())
+    before = lines_by_room(texts_at(since)) if since else None
+    total = sum(now.values())
+    print(
+        f"code lines: {total:,}" + (f" ({total - sum(before.values()):+,} since {since})" if before else "")
+    )
+    for room in sorted(
+        {*now, *(before or ())}, key=lambda room: (BANDS.get(room.split("/")[0], "library"), room)
+    ):
+        change = f" {now[room] - before[room]:+6,}" if before else ""
+        print(f"  {now[room]:6,}{change}  {BANDS.get(room.split('/')[0], 'library'):8} {room}")
 
 
 def imports_of_package(source: Path = SOURCE) -> Graph:
@@ -171,6 +265,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--times", type=Path, metavar="FILE", help="JUnit report of a test run")
+    parser.add_argument("--since", metavar="REVISION", help="print changes of code lines since this commit")
     parser.add_argument("--rows", type=int, default=12, help="rows of each table (default: 12)")
     parser.add_argument("--check", action="store_true", help="status 1 where a limit is passed")
     options = parser.parse_args()
@@ -180,7 +275,8 @@ def main() -> int:
     tests = sorted(TESTS.rglob("*.py"))
     graph = imports_of_package()
     rings = circles(graph)
-    print(f"circles of imports: {len(rings)}")
+    print_rooms(options.since)
+    print(f"\ncircles of imports: {len(rings)}")
     for ring in rings:
         print(f"  {len(ring):3} {', '.join(ring)}")
 

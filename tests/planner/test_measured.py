@@ -23,7 +23,7 @@ from shardwright.planner.measured import (
     table_of,
 )
 from shardwright.planner.program import STEP, Event, Kernel, Phase, Program
-from shardwright.planner.rates import Rates, spans_of
+from shardwright.planner.rates import Rates, ranges_of
 from shardwright.planner.speed import speed_of
 from shardwright.planner.timeline import Step, replay
 from shardwright.planner.work import work_of
@@ -184,7 +184,7 @@ def test_collectives_follow_the_whole_bytes_and_the_ranks() -> None:
 
 
 def test_the_range_is_the_spread() -> None:
-    spans = spans_of(FIGURES)
+    spans = ranges_of(FIGURES)
     for name, span in spans.items():
         worst, best = (span.low, span.high) if span.low < span.high else (span.high, span.low)
         assert worst <= span.likely <= best, name

@@ -29,7 +29,7 @@ from shardwright.planner.program import (
     Program,
     Wait,
 )
-from shardwright.planner.rates import Rates, spans_of, spread
+from shardwright.planner.rates import Rates, ranges_of, spread
 from shardwright.planner.speed import in_time, speed_of
 from shardwright.planner.timeline import CAPTURE, Step, replay
 from shardwright.planner.work import work_of
@@ -135,7 +135,7 @@ def test_more_work_takes_no_less_time_and_no_device_exceeds_its_figures() -> Non
             and figures.source.startswith("https://")
         )
         rates = Rates.of(figures)
-        for name, span in spans_of(figures).items():
+        for name, span in ranges_of(figures).items():
             worst, best = (span.low, span.high) if span.low < span.high else (span.high, span.low)
             assert worst <= span.likely <= best, name
         for _ in range(50):

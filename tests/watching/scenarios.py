@@ -304,7 +304,7 @@ class Run:
             "left": [
                 pid
                 for pid in self.pids.values()
-                if list(Path("/dev/shm").glob(f"shardwright-board-*-{pid}*"))
+                if list(Path("/dev/shm").glob(f"shardwright-heartbeat-*-{pid}*"))
             ],
         }
 

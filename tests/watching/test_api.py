@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.watching import diagnosis, evidence
 from tests.support import multirank, world_mesh
 
@@ -54,7 +54,7 @@ def test_wrong_use_is_refused(rank: int, world_size: int) -> None:
             sw.watch(model, folder=folder if rank else None)
     with sw.watch(model), pytest.raises(RuntimeError, match="watches already"):
         sw.watch(model)
-    assert boards.current is None
+    assert heartbeat.current is None
 
 
 def test_a_process_without_a_group_is_refused() -> None:
@@ -71,8 +71,8 @@ def test_a_closed_watch_leaves_nothing(rank: int, world_size: int) -> None:
     for _ in range(2):
         with sw.watch(model):
             step(model, optimizer)
-            assert boards.board_of(os.getpid()).exists()
-        assert not [*boards.folder_of_boards().glob(f"{boards.board_of(os.getpid()).name}*")]
+            assert heartbeat.heartbeat_of(os.getpid()).exists()
+        assert not [*heartbeat.folder_of_heartbeats().glob(f"{heartbeat.heartbeat_of(os.getpid()).name}*")]
         assert not [each for each in threading.enumerate() if each.name == "shardwright-watch"]
     step(model, optimizer)
 
@@ -84,7 +84,7 @@ def test_on_stall_gets_the_message_and_the_job_goes_on(rank: int, world_size: in
     optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     messages: list[str] = []
     with sw.watch(model, 3.0, tmp_path / "hangs", on_stall=messages.append):
-        for _ in range(boards.FIRST_STEPS + 1):
+        for _ in range(heartbeat.FIRST_STEPS + 1):
             step(model, optimizer)
         if rank == 1:
             deadline = time.monotonic() + 30
@@ -122,5 +122,5 @@ def test_page_explains_each_headline() -> None:
     text = PAGE.read_text()
     for kind in (diagnosis.BEHIND, diagnosis.OUTSIDE, diagnosis.ALONE, diagnosis.JOINED, diagnosis.MIXED):
         rank = 0 if kind == diagnosis.ALONE else 2
-        headline = diagnosis.Verdict(kind, (rank,), "", "", lost=False, step=4).headline
+        headline = diagnosis.Diagnosis(kind, (rank,), "", "", lost=False, step=4).headline
         assert f"`{headline.removeprefix('the job hangs in step 4: ')}`" in text

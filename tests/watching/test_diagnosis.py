@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.engine import heartbeat as boards
-from shardwright.watching.diagnosis import ALONE, BEHIND, JOINED, MIXED, OUTSIDE, judge
+from shardwright.engine import heartbeat
+from shardwright.watching.diagnosis import ALONE, BEHIND, JOINED, MIXED, OUTSIDE, diagnose
 from shardwright.watching.reading import ENDED, LEFT, RUNS, SILENT, STOPPED, Seen
 
 STALL = 10.0
@@ -19,7 +19,7 @@ def computing(rank: int, age: float, begun: int = 4, **others: Any) -> Seen:
     """A rank that has begun `begun` collectives and is in none."""
     others = {
         "host": "",
-        "phase": boards.BACKWARD,
+        "phase": heartbeat.BACKWARD,
         "unit": "layers.7",
         "process": RUNS,
         "answers": True,
@@ -39,7 +39,7 @@ THREE = [waiting(0, 31), waiting(1, 31), waiting(3, 31)]
 
 
 def test_the_rank_behind_is_named_with_its_place() -> None:
-    verdict = judge([*THREE, computing(2, 31.4, process=STOPPED)], STALL)
+    verdict = diagnose([*THREE, computing(2, 31.4, process=STOPPED)], STALL)
     assert verdict is not None
     assert (verdict.kind, verdict.culprits, verdict.lost, verdict.step) == (OUTSIDE, (2,), True, 5)
     assert verdict.reason == (
@@ -54,13 +54,13 @@ def test_the_rank_behind_is_named_with_its_place() -> None:
         [waiting(0, 9), waiting(1, 9), computing(2, 9), waiting(3, 9)],  # not long enough
         [*THREE, computing(2, 2)],  # it goes on: another rank is slow, and does something
         [*THREE, computing(2, 31, patient=True)],  # it compiles or loads
-        [*THREE, computing(2, 31, phase=boards.SAVE, patient=True)],
-        [computing(rank, 99, phase=boards.OUTSIDE) for rank in range(4)],  # code of a user, for which nobody waits
+        [*THREE, computing(2, 31, phase=heartbeat.SAVE, patient=True)],
+        [computing(rank, 99, phase=heartbeat.OUTSIDE) for rank in range(4)],  # code of a user, for which nobody waits
         [replace(each, patient=True) for each in [*THREE, waiting(2, 31)]],  # a first collective connects hosts
     ],
 )  # fmt: skip
 def test_no_verdict_yet(seen: list[Seen]) -> None:
-    assert judge(seen, STALL) is None
+    assert diagnose(seen, STALL) is None
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_no_verdict_yet(seen: list[Seen]) -> None:
             (2,),
         ),  # no patience with what cannot go on
         (computing(2, 31, process=ENDED), OUTSIDE, (2,)),
-        (computing(2, 31, process=LEFT, phase=boards.END), OUTSIDE, (2,)),
+        (computing(2, 31, process=LEFT, phase=heartbeat.END), OUTSIDE, (2,)),
         (computing(2, 31, process=SILENT, host="b"), BEHIND, (2,)),
         (waiting(2, 31, 4, answers=False), BEHIND, (2,)),
         (waiting(2, 31, process=STOPPED), BEHIND, (2,)),  # it has begun the same collective
@@ -83,7 +83,7 @@ def test_no_verdict_yet(seen: list[Seen]) -> None:
     ],
 )
 def test_cases_are_told_apart(fourth: Seen, kind: str, culprits: tuple[int, ...]) -> None:
-    verdict = judge([*THREE, fourth], STALL)
+    verdict = diagnose([*THREE, fourth], STALL)
     assert verdict is not None
     assert (verdict.kind, verdict.culprits) == (kind, culprits)
 
@@ -95,16 +95,16 @@ def test_the_root_of_a_chain_is_named() -> None:
         replace(waiting(1, 31, 7), group="1-2", counts={"0-1": 4, "1-2": 7}),
         replace(computing(2, 31), counts={"1-2": 6}),
     ]
-    verdict = judge(rows, STALL)
+    verdict = diagnose(rows, STALL)
     assert verdict is not None and verdict.culprits == (2,)
 
 
 def test_a_job_without_waiting_ranks() -> None:
-    verdict = judge([computing(rank, 31) for rank in range(4)], STALL)
+    verdict = diagnose([computing(rank, 31) for rank in range(4)], STALL)
     assert verdict is not None and (verdict.kind, verdict.culprits) == (ALONE, (0, 1, 2, 3))
-    between_steps = [computing(0, 31, phase=boards.OUTSIDE)]
-    assert judge(between_steps, STALL) is None
-    verdict = judge(between_steps, STALL, strict=True)
+    between_steps = [computing(0, 31, phase=heartbeat.OUTSIDE)]
+    assert diagnose(between_steps, STALL) is None
+    verdict = diagnose(between_steps, STALL, strict=True)
     assert verdict is not None and verdict.kind == ALONE
     assert verdict.headline == "the job hangs in step 5: rank 0 does not go on, outside any collective"
 
@@ -112,24 +112,24 @@ def test_a_job_without_waiting_ranks() -> None:
 @pytest.mark.parametrize(
     ("around", "place"),
     [
-        (boards.VALIDATION, "in the validation after step 4"),
-        (boards.SAMPLE, "in the sample after step 4"),
-        (boards.SAVE, "in the save after step 4"),
-        (boards.OUTSIDE, "in step 5"),
+        (heartbeat.VALIDATION, "in the validation after step 4"),
+        (heartbeat.SAMPLE, "in the sample after step 4"),
+        (heartbeat.SAVE, "in the save after step 4"),
+        (heartbeat.OUTSIDE, "in step 5"),
     ],
 )
 def test_a_hang_between_steps_is_not_in_the_next_one(around: int, place: str) -> None:
-    verdict = judge([*THREE, computing(2, 31, around=around, phase=boards.FORWARD)], STALL)
+    verdict = diagnose([*THREE, computing(2, 31, around=around, phase=heartbeat.FORWARD)], STALL)
     assert verdict is not None
     assert verdict.headline.startswith(f"the job hangs {place}: rank 2 is behind")
     assert verdict.done == 4
-    inside = f" in the {place.split()[2]}" if around != boards.OUTSIDE else ""
+    inside = f" in the {place.split()[2]}" if around != heartbeat.OUTSIDE else ""
     assert verdict.reason.startswith(f"rank 2: forward of layers.7{inside} since 31 s; ")
 
 
 def test_ranks_after_different_steps_say_which() -> None:
-    late = computing(2, 31, around=boards.VALIDATION, phase=boards.VALIDATION, unit="", step=4)
-    verdict = judge([*THREE, late], STALL)
+    late = computing(2, 31, around=heartbeat.VALIDATION, phase=heartbeat.VALIDATION, unit="", step=4)
+    verdict = diagnose([*THREE, late], STALL)
     assert verdict is not None
     assert verdict.reason == (
         "rank 2: validation since 31 s, after step 3; "
@@ -149,27 +149,27 @@ def test_ranks_after_different_steps_say_which() -> None:
 )
 def test_a_verdict_promises_no_stacks(culprit: Seen, way: list[str]) -> None:
     """Whoever writes them says so."""
-    verdict = judge([*THREE, culprit], STALL)
+    verdict = diagnose([*THREE, culprit], STALL)
     assert verdict is not None
     assert verdict.text.splitlines()[3:] == way and "stacks" not in verdict.text
 
 
 def test_collectives_of_the_flight_recorder_count() -> None:
-    """A barrier of a user is on no board."""
-    outside = {"phase": boards.OUTSIDE, "unit": ""}
+    """A barrier of a user is on no heartbeat."""
+    outside = {"phase": heartbeat.OUTSIDE, "unit": ""}
     rows = [
         replace(computing(rank, 31, **outside), flights=(("barrier", "0-3#0", 1, 31.0),))
         for rank in (0, 1, 3)
     ]
     rows = [replace(each, counts={"0-3#0": 1}) for each in rows]
-    verdict = judge([*rows, replace(computing(2, 31), counts={"0-3#0": 0})], STALL)
+    verdict = diagnose([*rows, replace(computing(2, 31), counts={"0-3#0": 0})], STALL)
     assert verdict is not None and verdict.culprits == (2,)
     assert "ranks 0, 1, 3 wait in barrier (outside the model)" in verdict.reason
 
 
 def test_each_host_that_does_not_answer_is_named() -> None:
     silent = [Seen(rank, host, 0, SILENT, None, 31.0) for rank, host in ((2, "b"), (3, "c"))]
-    verdict = judge([waiting(0, 31), waiting(1, 31), *silent], STALL)
+    verdict = diagnose([waiting(0, 31), waiting(1, 31), *silent], STALL)
     assert verdict is not None
     assert verdict.reason.startswith(
         "rank 2: host b does not answer since 31 s; rank 3: host c does not answer since 31 s; "
@@ -184,7 +184,7 @@ def test_a_host_that_hears_no_other_one_names_itself_too(lost: tuple[str, ...]) 
         Seen(rank, host, 0, SILENT, None, 31.0) if host in lost else waiting(rank, 31, host=host)
         for rank, host in hosts.items()
     ]
-    verdict = judge(seen, STALL)
+    verdict = diagnose(seen, STALL)
     assert verdict is not None and verdict.culprits == tuple(r for r, host in hosts.items() if host in lost)
     here = {*hosts.values()} - {*lost}
     alone = f"No other host answers host {min(here)}, so its own link may be cut"

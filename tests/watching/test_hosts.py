@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.watching import api, hosts
 from shardwright.watching.hosts import Courier
-from shardwright.watching.reading import RUNS, BoardReader, Seen
+from shardwright.watching.reading import RUNS, HeartbeatReader, Seen
 from shardwright.watching.watcher import Finding, Watcher, WatchSettings
 from tests.support import multirank
 
@@ -103,13 +103,13 @@ def test_a_new_watch_does_not_find_the_verdict_of_an_earlier_one(
     assert texts == []
 
 
-def test_a_message_that_is_too_long_for_a_board_is_cut(tmp_path: Path) -> None:
-    board = boards.open_board(0, 1, tmp_path)
-    reader = BoardReader(board)
-    watcher = Watcher(board, {0: reader}, WatchSettings(600.0, tmp_path / "hangs", judges=False))
+def test_a_message_that_is_too_long_for_a_heartbeat_is_cut(tmp_path: Path) -> None:
+    beat = heartbeat.open_heartbeat(0, 1, tmp_path)
+    reader = HeartbeatReader(beat)
+    watcher = Watcher(beat, {0: reader}, WatchSettings(600.0, tmp_path / "hangs", judges=False))
     try:
-        watcher._leave(Finding("\U0001f6d1" * boards.MESSAGE_SIZE, "hang-1", []), None, [])
+        watcher._leave(Finding("\U0001f6d1" * heartbeat.MESSAGE_SIZE, "hang-1", []), None, [])
         assert str(tmp_path / "hangs" / "hang-1") in json.loads(reader.message)["text"]
     finally:
         watcher.close()
-        boards.close_board()
+        heartbeat.close_heartbeat()

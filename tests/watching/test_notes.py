@@ -1,4 +1,4 @@
-"""Every collective that may wait is on boards, so that a verdict says who waits and who has not come."""
+"""Every collective that may wait is on heartbeats, so that a verdict says who waits and who has not come."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from torch._C import _distributed_c10d
 
 import shardwright
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.compat.collectives import flight_entries
 from shardwright.watching import flights
-from shardwright.watching.reading import BoardReader
+from shardwright.watching.reading import HeartbeatReader
 
 PACKAGE = Path(shardwright.__file__).parent
 COLLECTIVES = {
@@ -24,10 +24,10 @@ COLLECTIVES = {
 }  # fmt: skip
 #: Where no note is needed, with the reason and the number of calls.
 EXCEPTIONS = {
-    "doctor/links.py": ("no job runs: two processes of a measurement, which have a limit", 4),
-    "comm/gradient_hooks.py": ("the caller notes them", 3),
-    "comm/memory.py": ("once, on a GPU, where the engine is built", 1),
-    "tracing/collective_times.py": ("measurements, which no run waits for", 1),
+    "cli/doctor/links.py": ("no job runs: two processes of a measurement, which have a limit", 4),
+    "engine/comm/gradient_hooks.py": ("the caller notes them", 3),
+    "engine/comm/memory.py": ("once, on a GPU, where the engine is built", 1),
+    "planner/tracing/collective_times.py": ("measurements, which no run waits for", 1),
     "train/planning/measuring.py": ("measurements, which no run waits for", 1),
     "context/rows.py": ("noted outside of compiled graphs, which cannot write", 1),
 }
@@ -57,11 +57,11 @@ def test_collectives_have_notes() -> None:
 def test_a_record_of_another_form_does_not_end_the_thread_that_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board = boards.open_board(0, 1, tmp_path)
+    beat = heartbeat.open_heartbeat(0, 1, tmp_path)
     monkeypatch.setattr(flights, "flight_entries", lambda: [{"process_group": []}])
-    flights.note_flights(board)
-    assert BoardReader(board).look().flights == ()
-    boards.close_board()
+    flights.note_flights(beat)
+    assert HeartbeatReader(beat).look().flights == ()
+    heartbeat.close_heartbeat()
 
 
 @pytest.mark.parametrize("builds", [("fr",), ("nccl",), ("fr", "nccl"), ()])

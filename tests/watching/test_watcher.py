@@ -15,12 +15,12 @@ from typing import NoReturn
 
 import pytest
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.watching import watcher as watching
-from shardwright.watching.diagnosis import BEHIND, Verdict
+from shardwright.watching.diagnosis import BEHIND, Diagnosis
 from shardwright.watching.evidence import EvidenceFiles
 from shardwright.watching.launched import Eyes, Hang
-from shardwright.watching.reading import BoardReader
+from shardwright.watching.reading import HeartbeatReader
 from shardwright.watching.watcher import Finding, Watcher, WatchSettings
 
 FINDING = Finding("the job hangs in step 4: rank 0 is behind\n  rank 0: forward", "hang-1", [0])
@@ -33,15 +33,15 @@ class Left(BaseException):
 @contextmanager
 def a_watcher(
     folder: Path, say: Callable[[str], None] | None = None
-) -> Iterator[tuple[Watcher, BoardReader]]:
-    board = boards.open_board(0, 2, folder)
-    reader = BoardReader(board)
-    watcher = Watcher(board, {0: reader}, WatchSettings(600.0, folder / "hangs", judges=False, say=say))
+) -> Iterator[tuple[Watcher, HeartbeatReader]]:
+    beat = heartbeat.open_heartbeat(0, 2, folder)
+    reader = HeartbeatReader(beat)
+    watcher = Watcher(beat, {0: reader}, WatchSettings(600.0, folder / "hangs", judges=False, say=say))
     try:
         yield watcher, reader
     finally:
         watcher.close()
-        boards.close_board()
+        heartbeat.close_heartbeat()
 
 
 @pytest.fixture
@@ -150,20 +150,20 @@ def test_stacks_are_promised_only_where_they_are(
     culprits: tuple[int, ...], stacks: tuple[int, ...], hint: str
 ) -> None:
     text = Hang(
-        Verdict(BEHIND, culprits, "why", "", lost=False, step=4), EvidenceFiles(Path("x"), stacks)
+        Diagnosis(BEHIND, culprits, "why", "", lost=False, step=4), EvidenceFiles(Path("x"), stacks)
     ).text
     assert text.splitlines()[2:] == [*([hint] if hint else []), "stacks and latest actions of the ranks: x"]
 
 
 @pytest.mark.parametrize("age", [0, 3600])
 def test_the_steps_of_a_rank_that_died_before_any_look(tmp_path: Path, age: int) -> None:
-    """Its board stays. One that is older than the job is of an earlier process with the same number."""
-    program = "import os; from shardwright import board as b; b.open_board(0, 1); "
+    """Its heartbeat stays. One that is older than the job is of an earlier process with the same number."""
+    program = "import os; from shardwright.engine import heartbeat as b; b.open_heartbeat(0, 1); "
     program += "b.begin_step(3); b.at(b.MODEL); os._exit(3)"
     process = subprocess.Popen([sys.executable, "-c", program])
     eyes = Eyes({0: process.pid}, 600.0, tmp_path, "stall_seconds")
     assert process.wait() == 3
-    path = boards.board_of(process.pid)
+    path = heartbeat.heartbeat_of(process.pid)
     os.utime(path, (time.time() - age,) * 2)
     try:
         assert eyes.steps_done() == ({} if age else {0: 2})

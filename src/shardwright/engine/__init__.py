@@ -64,7 +64,7 @@ if TYPE_CHECKING:
         SLOTS,
         VERSION,
         WORD,
-        Board,
+        Heartbeat,
         ranks_in_words,
     )
     from shardwright.engine.model.calls import Calls, spare_weights

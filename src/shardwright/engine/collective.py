@@ -98,7 +98,7 @@ class RankGroup:
     # -- values --------------------------------------------------------------------------------------------------------
 
     def all_gather(self, value: T, what: str = "objects") -> list[T]:
-        """The value of each rank, on every rank. ``what``: the name of the values on boards."""
+        """The value of each rank, on every rank. ``what``: the name of the values on heartbeats."""
         values: list[Any] = [value]
         for group in self._groups:
             parts: list[Any] = [None] * dist.get_world_size(group)

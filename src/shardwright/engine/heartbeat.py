@@ -1,7 +1,8 @@
-"""The board of a process: where it is in its training, written into a small file of shared memory.
+"""The heartbeat of a process: where it is in its training, written into a small file of shared memory.
 
 Other processes read it, also if this one is stopped, dead, or holds the interpreter. This file only defines the form of
-a board and writes it. It must not wait, raise, or import anything but the standard library. ``watching`` reads boards.
+a heartbeat and writes it. It must not wait, raise, or import anything but the standard library. ``watching`` reads
+heartbeats.
 """
 
 from __future__ import annotations
@@ -54,21 +55,21 @@ PHASES = (
 )  # fmt: skip
 #: Phases that may last much longer than a step: files of any size are read and written, texts of any length made.
 SLOW_PHASES = frozenset({START, SAVE, LOAD, SAMPLE, END})
-#: Steps, from the begin of a board, that may last much longer than others: kernels are compiled and chosen in them.
+#: Steps, from the begin of a heartbeat, that may last much longer than others: kernels are compiled and chosen in them.
 FIRST_STEPS = 2
-_PREFIX = "shardwright-board"
+_PREFIX = "shardwright-heartbeat"
 _STACKS = ".stacks"
 
 
-def folder_of_boards() -> Path:
+def folder_of_heartbeats() -> Path:
     """Shared memory if the system has it, else the folder for temporary files."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def board_of(pid: int, folder: Path | None = None) -> Path:
-    """The file of the board of a process of this host, container and user."""
-    return (folder or folder_of_boards()) / f"{_PREFIX}-{os.getuid()}-{_container()}-{pid}"
+def heartbeat_of(pid: int, folder: Path | None = None) -> Path:
+    """The file of the heartbeat of a process of this host, container and user."""
+    return (folder or folder_of_heartbeats()) / f"{_PREFIX}-{os.getuid()}-{_container()}-{pid}"
 
 
 def _container(namespace: Path = Path("/proc/self/ns/pid")) -> int:
@@ -79,10 +80,10 @@ def _container(namespace: Path = Path("/proc/self/ns/pid")) -> int:
         return 0  # not Linux
 
 
-def remove_left_boards(folder: Path | None = None) -> None:
-    """Remove the boards of this user's processes that were killed. Their locks have ended with them."""
-    for path in (folder or folder_of_boards()).glob(f"{_PREFIX}-{os.getuid()}-*[0-9]"):
-        if path == board_of(os.getpid(), folder):
+def remove_left_heartbeats(folder: Path | None = None) -> None:
+    """Remove the heartbeats of this user's processes that were killed. Their locks have ended with them."""
+    for path in (folder or folder_of_heartbeats()).glob(f"{_PREFIX}-{os.getuid()}-*[0-9]"):
+        if path == heartbeat_of(os.getpid(), folder):
             continue  # to close it would end the lock of this process
         with suppress(OSError), path.open("r+b") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,13 +120,13 @@ def _new_locked_file(path: Path) -> int:
         os.close(file)
 
 
-def stacks_beside(board: Path) -> Path:
-    """The file into which the process of this board writes its stacks."""
-    return board.with_name(board.name + _STACKS)
+def stacks_beside(beat: Path) -> Path:
+    """The file into which the process of this heartbeat writes its stacks."""
+    return beat.with_name(beat.name + _STACKS)
 
 
 def group_name(ranks: Sequence[int]) -> str:
-    """The name of a group on boards: its ranks in ranges, as ``0-3,8``."""
+    """The name of a group on heartbeats: its ranks in ranges, as ``0-3,8``."""
     parts: list[str] = []
     first = last = None
     for rank in [*sorted(ranks), None]:
@@ -154,8 +155,8 @@ def ranks_of(name: str) -> list[int]:
     return ranks
 
 
-class Board:
-    """The board of this process.
+class Heartbeat:
+    """The heartbeat of this process.
 
     A rank calls :meth:`at`, :meth:`enter`, :meth:`await_result` and :meth:`leave` in its main thread and in autograd's.
 
@@ -171,7 +172,7 @@ class Board:
     )  # fmt: skip
 
     def __init__(self, rank: int, ranks: int, folder: Path | None = None) -> None:
-        self.path = board_of(os.getpid(), folder)
+        self.path = heartbeat_of(os.getpid(), folder)
         self._file = _new_locked_file(self.path)
         try:
             os.ftruncate(self._file, SIZE)
@@ -358,124 +359,124 @@ class Listener(Protocol):
     """Hears what this process notes, in the thread that notes it. It must not raise."""
 
     def at(self, phase: int, unit: str) -> None:
-        """See :meth:`Board.at`."""
+        """See :meth:`Heartbeat.at`."""
 
     def enter(self, collective: str, group: str, nbytes: int, subject: str) -> None:
-        """See :meth:`Board.enter`."""
+        """See :meth:`Heartbeat.enter`."""
 
     def await_result(self, collective: str, group: str, nbytes: int, subject: str) -> None:
-        """See :meth:`Board.await_result`."""
+        """See :meth:`Heartbeat.await_result`."""
 
     def leave(self) -> None:
-        """See :meth:`Board.leave`. It may come without a collective before it."""
+        """See :meth:`Heartbeat.leave`. It may come without a collective before it."""
 
     def end_step(self) -> None:
-        """See :meth:`Board.end_step`."""
+        """See :meth:`Heartbeat.end_step`."""
 
 
 class Relay:
-    """Passes the notes of this process to its board, if it has one, and to listeners."""
+    """Passes the notes of this process to its heartbeat, if it has one, and to listeners."""
 
-    __slots__ = ("_board", "_listeners")
+    __slots__ = ("_heartbeat", "_listeners")
 
-    def __init__(self, board: Board | None, listeners: Sequence[Listener]) -> None:
-        self._board, self._listeners = board, (*listeners,)
+    def __init__(self, beat: Heartbeat | None, listeners: Sequence[Listener]) -> None:
+        self._heartbeat, self._listeners = beat, (*listeners,)
 
     def at(self, phase: int, unit: str = "") -> None:
-        """See :meth:`Board.at`."""
-        if self._board is not None:
-            self._board.at(phase, unit)
+        """See :meth:`Heartbeat.at`."""
+        if self._heartbeat is not None:
+            self._heartbeat.at(phase, unit)
         for listener in self._listeners:
             listener.at(phase, unit)
 
     def enter(self, collective: str, group: str, nbytes: int = 0, subject: str = "") -> None:
-        """See :meth:`Board.enter`."""
-        if self._board is not None:
-            self._board.enter(collective, group, nbytes, subject)
+        """See :meth:`Heartbeat.enter`."""
+        if self._heartbeat is not None:
+            self._heartbeat.enter(collective, group, nbytes, subject)
         for listener in self._listeners:
             listener.enter(collective, group, nbytes, subject)
 
     def await_result(self, collective: str, group: str, nbytes: int = 0, subject: str = "") -> None:
-        """See :meth:`Board.await_result`."""
-        if self._board is not None:
-            self._board.await_result(collective, group, nbytes, subject)
+        """See :meth:`Heartbeat.await_result`."""
+        if self._heartbeat is not None:
+            self._heartbeat.await_result(collective, group, nbytes, subject)
         for listener in self._listeners:
             listener.await_result(collective, group, nbytes, subject)
 
     def leave(self) -> None:
-        """See :meth:`Board.leave`."""
+        """See :meth:`Heartbeat.leave`."""
         for listener in self._listeners:
             listener.leave()
-        if self._board is not None:
-            self._board.leave()
+        if self._heartbeat is not None:
+            self._heartbeat.leave()
 
     def begin_step(self, number: int) -> None:
-        """See :meth:`Board.begin_step`."""
-        if self._board is not None:
-            self._board.begin_step(number)
+        """See :meth:`Heartbeat.begin_step`."""
+        if self._heartbeat is not None:
+            self._heartbeat.begin_step(number)
 
     def count_step(self) -> None:
-        """See :meth:`Board.count_step`."""
-        if self._board is not None:
-            self._board.count_step()
+        """See :meth:`Heartbeat.count_step`."""
+        if self._heartbeat is not None:
+            self._heartbeat.count_step()
 
     def end_step(self, following: int) -> None:
-        """See :meth:`Board.end_step`."""
+        """See :meth:`Heartbeat.end_step`."""
         for listener in self._listeners:
             listener.end_step()
-        if self._board is not None:
-            self._board.end_step(following)
+        if self._heartbeat is not None:
+            self._heartbeat.end_step(following)
 
     def go_into(self, phase: int) -> tuple[int, int]:
-        """See :meth:`Board.go_into`."""
-        return (0, 0) if self._board is None else self._board.go_into(phase)
+        """See :meth:`Heartbeat.go_into`."""
+        return (0, 0) if self._heartbeat is None else self._heartbeat.go_into(phase)
 
     def go_back(self, before: tuple[int, int]) -> None:
-        """See :meth:`Board.go_back`."""
-        if self._board is not None:
-            self._board.go_back(before)
+        """See :meth:`Heartbeat.go_back`."""
+        if self._heartbeat is not None:
+            self._heartbeat.go_back(before)
 
     def be_patient(self) -> None:
-        """See :meth:`Board.be_patient`."""
-        if self._board is not None:
-            self._board.be_patient()
+        """See :meth:`Heartbeat.be_patient`."""
+        if self._heartbeat is not None:
+            self._heartbeat.be_patient()
 
 
 #: Where this process writes its notes. None: nobody watches or listens, and nothing is written.
-current: Board | Relay | None = None
-#: The board of this process, which other processes read. None: nobody watches.
-own: Board | None = None
+current: Heartbeat | Relay | None = None
+#: The heartbeat of this process, which other processes read. None: nobody watches.
+own: Heartbeat | None = None
 _listeners: list[Listener] = []
 
 
 def _route() -> None:
-    """Let notes go to the board, and to all listeners."""
+    """Let notes go to the heartbeat, and to all listeners."""
     global current
     current = Relay(own, _listeners) if _listeners else own
 
 
-def open_board(rank: int, ranks: int, folder: Path | None = None) -> Board:
+def open_heartbeat(rank: int, ranks: int, folder: Path | None = None) -> Heartbeat:
     """Begin to write. Raises OSError: there is no room for the file."""
     global own
-    remove_left_boards(folder)
-    own = Board(rank, ranks, folder)
+    remove_left_heartbeats(folder)
+    own = Heartbeat(rank, ranks, folder)
     _route()
     return own
 
 
-def close_board() -> None:
+def close_heartbeat() -> None:
     """Write no more, and say that the process has left in order."""
     global own
-    board, own = own, None
+    beat, own = own, None
     _route()
-    if board is not None:
-        board.close()
+    if beat is not None:
+        beat.close()
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Inside the context ``listener`` hears the notes of this process, also without a board. Without listeners notes
-    cost what they cost before."""
+    """Inside the context ``listener`` hears the notes of this process, also without a heartbeat. Without listeners
+    notes cost what they cost before."""
     _listeners.append(listener)
     _route()
     try:
@@ -493,29 +494,29 @@ def _forget() -> None:
     _route()
 
 
-os.register_at_fork(after_in_child=_forget)  # a child must not write to the board of its parent
+os.register_at_fork(after_in_child=_forget)  # a child must not write to the heartbeat of its parent
 
 
 def at(phase: int, unit: str = "") -> None:
-    """See :meth:`Board.at`."""
+    """See :meth:`Heartbeat.at`."""
     if current is not None:
         current.at(phase, unit)
 
 
 def begin_step(number: int) -> None:
-    """See :meth:`Board.begin_step`."""
+    """See :meth:`Heartbeat.begin_step`."""
     if current is not None:
         current.begin_step(number)
 
 
 def end_step(following: int) -> None:
-    """See :meth:`Board.end_step`."""
+    """See :meth:`Heartbeat.end_step`."""
     if current is not None:
         current.end_step(following)
 
 
 def be_patient() -> None:
-    """See :meth:`Board.be_patient`."""
+    """See :meth:`Heartbeat.be_patient`."""
     if current is not None:
         current.be_patient()
 
@@ -523,26 +524,26 @@ def be_patient() -> None:
 @contextmanager
 def during(phase: int) -> Iterator[None]:
     """The phase of what is done inside this context, also around the phases of units; afterwards the earlier one."""
-    board = current
-    if board is None:
+    beat = current
+    if beat is None:
         yield
         return
-    before = board.go_into(phase)
+    before = beat.go_into(phase)
     try:
         yield
     finally:
-        board.go_back(before)
+        beat.go_back(before)
 
 
 @contextmanager
 def inside(collective: str, group: str, nbytes: int = 0, subject: str = "") -> Iterator[None]:
     """A collective inside this context. For those that are not called for each unit."""
-    board = current
-    if board is None:
+    beat = current
+    if beat is None:
         yield
         return
-    board.enter(collective, group, nbytes, subject)
+    beat.enter(collective, group, nbytes, subject)
     try:
         yield
     finally:
-        board.leave()
+        beat.leave()

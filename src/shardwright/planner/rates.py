@@ -20,7 +20,7 @@ RAMP = 128  #: the length of the sums of a product whose beginning and end take 
 ROWS_AT_HALF = 256  #: the length of a sequence at which attention reaches half of its share
 
 
-class Span(NamedTuple):
+class Range(NamedTuple):
     """A number that is not known well: a value with which programs are slow, the likely one, and one with which they
     are fast."""
 
@@ -49,26 +49,26 @@ class Span(NamedTuple):
 #: nvbandwidth), 25 of 31.5 on an A100 and an RTX 4090, and half of it if copies run in both directions or two devices
 #: share a switch (NVIDIA/nvbandwidth#11 and #15).
 _OF_ALL = {
-    "memory": Span(0.75, 0.83, 0.90),
-    "links": Span(0.70, 0.80, 0.88),
-    "network": Span(0.50, 0.75, 0.88),
-    "beside": Span(1.30, 1.15, 1.05),
-    "launch": Span(3e-6, 2e-6, 1e-6),
-    "host": Span(10e-6, 6e-6, 4e-6),
-    "host_compiled": Span(8e-6, 4e-6, 2e-6),
-    "host_collective": Span(150e-6, 60e-6, 30e-6),
-    "host_memory": Span(0.15, 0.35, 0.60),
-    "pcie": Span(0.35, 0.75, 0.88),
+    "memory": Range(0.75, 0.83, 0.90),
+    "links": Range(0.70, 0.80, 0.88),
+    "network": Range(0.50, 0.75, 0.88),
+    "beside": Range(1.30, 1.15, 1.05),
+    "launch": Range(3e-6, 2e-6, 1e-6),
+    "host": Range(10e-6, 6e-6, 4e-6),
+    "host_compiled": Range(8e-6, 4e-6, 2e-6),
+    "host_collective": Range(150e-6, 60e-6, 30e-6),
+    "host_memory": Range(0.15, 0.35, 0.60),
+    "pcie": Range(0.35, 0.75, 0.88),
 }
 #: Shares of the peak of each generation: ``products`` that large products reach at nominal power (cuBLAS: 600 to 750
 #: TFLOP/s on an H100 with 700 W, 230 to 270 on an A100); ``attention`` and ``attention_backward`` that fused attention
 #: reaches with long sequences (FlashAttention-2: 50 to 73% on an A100, arXiv 2307.08691; 35% on an H100, arXiv
 #: 2407.08608). Those of "ada" and "blackwell" are guesses from these.
 _OF_GENERATION = {
-    "ampere": (Span(0.70, 0.80, 0.87), Span(0.48, 0.58, 0.66), Span(0.40, 0.50, 0.58)),
-    "ada": (Span(0.72, 0.85, 0.93), Span(0.50, 0.62, 0.72), Span(0.42, 0.54, 0.64)),
-    "hopper": (Span(0.60, 0.68, 0.76), Span(0.30, 0.35, 0.42), Span(0.24, 0.28, 0.34)),
-    "blackwell": (Span(0.58, 0.68, 0.78), Span(0.25, 0.33, 0.45), Span(0.18, 0.26, 0.38)),
+    "ampere": (Range(0.70, 0.80, 0.87), Range(0.48, 0.58, 0.66), Range(0.40, 0.50, 0.58)),
+    "ada": (Range(0.72, 0.85, 0.93), Range(0.50, 0.62, 0.72), Range(0.42, 0.54, 0.64)),
+    "hopper": (Range(0.60, 0.68, 0.76), Range(0.30, 0.35, 0.42), Range(0.24, 0.28, 0.34)),
+    "blackwell": (Range(0.58, 0.68, 0.78), Range(0.25, 0.33, 0.45), Range(0.18, 0.26, 0.38)),
 }
 
 
@@ -89,7 +89,7 @@ class Rates:
     @classmethod
     def of(cls, figures: Figures, ranks: int = 1) -> Rates:
         """The likely rates."""
-        return cls(figures, {name: span.likely for name, span in spans_of(figures).items()}, ranks)
+        return cls(figures, {name: span.likely for name, span in ranges_of(figures).items()}, ranks)
 
     def with_share(self, name: str, value: float) -> Rates:
         """The same with another share."""
@@ -130,7 +130,7 @@ class Rates:
 
     def _beside_likely(self, name: str) -> float:
         """A share as a multiple of the likely one, by which measured times are divided."""
-        return self.shares[name] / spans_of(self.figures)[name].likely
+        return self.shares[name] / ranges_of(self.figures)[name].likely
 
     def ideal(self, kernel: Kernel, work: Work) -> float:
         """The time of its products at the device's peak."""
@@ -175,7 +175,7 @@ class Rates:
         return seconds + rounds * max(across, within if members > 1 else 0.0)
 
 
-def spans_of(figures: Figures) -> dict[str, Span]:
+def ranges_of(figures: Figures) -> dict[str, Range]:
     """The shares that programs reach on a device, by name."""
     if figures.measured is not None and figures.measured.whole:
         return _of_measured(figures.measured)
@@ -183,19 +183,19 @@ def spans_of(figures: Figures) -> dict[str, Span]:
     return {**_OF_ALL, **dict(zip(names, _OF_GENERATION[figures.generation], strict=True))}
 
 
-def _of_measured(measured: Measured) -> dict[str, Span]:
+def _of_measured(measured: Measured) -> dict[str, Range]:
     """The shares of measured times: 1, with a range as far as repeated measurements differ."""
 
-    def around(name: str, likely: float = 1.0, way: int = 1) -> Span:
+    def around(name: str, likely: float = 1.0, way: int = 1) -> Range:
         other = measured.spread[name]
-        return Span(likely * (1 + other) ** -way, likely, likely * (1 + other) ** way)
+        return Range(likely * (1 + other) ** -way, likely, likely * (1 + other) ** way)
 
     spans = {name: around(name) for name in ("products", "attention", "memory", "links")}
-    spans["attention_backward"] = Span(1, 1, 1)  # of the same tables as ``attention``
+    spans["attention_backward"] = Range(1, 1, 1)  # of the same tables as ``attention``
     spans |= {name: around("host", seconds, -1) for name, seconds in measured.host.items()}
-    spans["launch"] = Span(0, 0, 0)  # launches are part of measured times
+    spans["launch"] = Range(0, 0, 0)  # launches are part of measured times
     spans |= {name: _OF_ALL[name] for name in ("network", "host_memory", "pcie")}
-    spans["beside"] = Span(1, 1, 1) if measured.on_host else _OF_ALL["beside"]
+    spans["beside"] = Range(1, 1, 1) if measured.on_host else _OF_ALL["beside"]
     if not measured.ranks:
         spans["links"] = _OF_ALL["links"]
     return spans

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardwright.planner.devices import Device, Figures
 from shardwright.planner.program import Program
-from shardwright.planner.rates import Rates, spans_of
+from shardwright.planner.rates import Rates, ranges_of
 from shardwright.planner.timeline import Step, Timeline, replay, step_seconds
 
 #: Shares that are wrong together, if they are wrong: products and attention follow one clock.
@@ -170,7 +170,7 @@ def _range(step: Step, figures: Figures, rates: Rates, likely: float) -> tuple[f
     """The least, the likely and the largest time: the differences that groups of shares make, as if they were
     independent of one another."""
     slower = faster = 0.0
-    spans = spans_of(figures)
+    spans = ranges_of(figures)
     for group in _TOGETHER:
         for way in ("low", "high"):
             other = rates

@@ -71,7 +71,7 @@ class _Queued(NamedTuple):
     in_graph: bool
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """The time of one kernel.
 
     Attributes:
@@ -96,7 +96,7 @@ class Recording:
             reached. They never go back.
     """
 
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Interval] = field(default_factory=list)
     moments: list[tuple[Alloc | Free | Phase, float]] = field(default_factory=list)
 
 
@@ -251,7 +251,7 @@ def _replay(
                 found.flops += work.flops
                 found.ideal += ideal_of[number]
             if recording is not None:
-                recording.spans.append(Span(number, stream, start, end))
+                recording.spans.append(Interval(number, stream, start, end))
             if on_host:  # which computes itself, and then goes on
                 now = max(now, ready[stream])
         elif isinstance(event, Mark):

@@ -1,7 +1,7 @@
 """Watches the ranks of a job: where each one is, which one is behind, and why nothing goes on.
 
-``reading`` reads the boards of processes. ``diagnosis`` is pure: from what was read to a verdict. ``evidence`` writes
-stacks and rings. ``watcher`` is the thread of a rank, ``hosts`` what hosts exchange, ``launched`` what a
+``reading`` reads the heartbeats of processes. ``diagnosis`` is pure: from what was read to a verdict. ``evidence``
+writes stacks and rings. ``watcher`` is the thread of a rank, ``hosts`` what hosts exchange, ``launched`` what a
 launcher sees. ``api`` is ``sw.watch``. The name of this room is not ``watch``: that is the function.
 """
 
@@ -11,10 +11,10 @@ from shardwright.common.doors import door
 
 if TYPE_CHECKING:
     from shardwright.watching.api import Watch, start, watch
-    from shardwright.watching.diagnosis import Verdict, judge_start
+    from shardwright.watching.diagnosis import Diagnosis, diagnose_start
     from shardwright.watching.launched import STOPPED_AT_START, Eyes, Hang, Looks, Processes
     from shardwright.watching.profiling import Profiler, profiler
-    from shardwright.watching.reading import STOPPED, BoardReader
+    from shardwright.watching.reading import STOPPED, HeartbeatReader
     from shardwright.watching.watcher import Watcher, WatchSettings
 
 if not TYPE_CHECKING:

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.engine import FSDPModule, RankGroup, heartbeat as boards
+from shardwright.engine import FSDPModule, RankGroup, heartbeat
 from shardwright.engine.compat import another_client, default_store
 from shardwright.watching import evidence
 from shardwright.watching.hosts import Courier
-from shardwright.watching.reading import BoardReader
+from shardwright.watching.reading import HeartbeatReader
 from shardwright.watching.watcher import Watcher, WatchSettings
 
 #: The default of ``stall_seconds``: half of the time after which NCCL gives up.
@@ -97,14 +97,14 @@ def _check_process() -> None:
         raise RuntimeError(
             "sw.watch needs a process group: call torch.distributed.init_process_group before."
         )
-    if boards.own is not None:
+    if heartbeat.own is not None:
         raise RuntimeError("This process watches already. Close the earlier watch before another one begins.")
 
 
 class Watch:
     """A running watch. ``close()`` ends it on this rank, which then looks to the others as if it had left."""
 
-    def __init__(self, watcher: Watcher, readers: list[BoardReader]) -> None:
+    def __init__(self, watcher: Watcher, readers: list[HeartbeatReader]) -> None:
         self._watcher, self._readers = watcher, readers
         self._open = True
         atexit.register(self.close)
@@ -116,7 +116,7 @@ class Watch:
         self._open = False
         atexit.unregister(self.close)
         self._watcher.close()
-        boards.close_board()
+        heartbeat.close_heartbeat()
         for reader in self._readers:
             reader.close()
 
@@ -130,45 +130,46 @@ class Watch:
 
 
 def start(settings: WatchSettings, host: str | None = None) -> Watch:
-    """Open the board of this rank, exchange places with the others, and begin to watch. Every rank of the job calls it.
+    """Open the heartbeat of this rank, exchange places with the others, and begin to watch. Every rank of the job calls
+    it.
 
     ``host``: the name of this host. The default also differs for containers that cannot see each other.
     """
     _check_process()
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = RankAddress(host or _host(), socket.gethostname(), os.getpid(), 0)
-    readers: dict[int, BoardReader] = {}
+    readers: dict[int, HeartbeatReader] = {}
 
     def open_own() -> RankAddress:
-        return mine._replace(began=boards.open_board(rank, size).began)
+        return mine._replace(began=heartbeat.open_heartbeat(rank, size).began)
 
     def open_others() -> None:
         for other, place in enumerate(places):
             if place.host == mine.host:
-                board = boards.own if other == rank else None
-                readers[other] = BoardReader(board or boards.board_of(place.pid))
+                beat = heartbeat.own if other == rank else None
+                readers[other] = HeartbeatReader(beat or heartbeat.heartbeat_of(place.pid))
                 if readers[other].began != place.began:
-                    raise OSError(f"the board of rank {other} has been replaced by another process")
+                    raise OSError(f"the heartbeat of rank {other} has been replaced by another process")
 
     try:
         places = RankGroup().run_on_all(open_own)
         # After this each rank has opened the files, so one that leaves at once may remove its own.
         RankGroup().run_on_all(open_others)
     except OSError as error:
-        boards.close_board()
+        heartbeat.close_heartbeat()
         raise OSError(
-            f"The ranks cannot share files in {boards.folder_of_boards()} ({error}). Make room there, or run without a "
-            "watch."
+            f"The ranks cannot share files in {heartbeat.folder_of_heartbeats()} ({error}). Make room "
+            "there, or run without a watch."
         ) from error
     courier = _courier(places, mine) if settings.judges and len({each.host for each in places}) > 1 else None
-    assert boards.own is not None
+    assert heartbeat.own is not None
     job = hashlib.sha256(repr(places[0]).encode()).hexdigest()[:6]
-    watcher = Watcher(boards.own, readers, settings, courier, mine.name if courier else "", job)
+    watcher = Watcher(heartbeat.own, readers, settings, courier, mine.name if courier else "", job)
     return Watch(watcher, list(readers.values()))
 
 
 class RankAddress(NamedTuple):
-    """The place of a rank: a key of its host, the host's name, its process, and when its board began."""
+    """The place of a rank: a key of its host, the host's name, its process, and when its heartbeat began."""
 
     host: str
     name: str
@@ -187,10 +188,10 @@ def _courier(places: Sequence[RankAddress], mine: RankAddress) -> Courier:
 
 
 def _host(namespace: str = "/proc/self/ns/pid") -> str:
-    """Equal for processes that see each other's boards and processes."""
+    """Equal for processes that see each other's heartbeats and processes."""
     boot = processes = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     with suppress(OSError):
         processes = os.readlink(namespace)
-    return f"{socket.gethostname()} {boot} {processes} {boards.folder_of_boards().stat().st_ino}"
+    return f"{socket.gethostname()} {boot} {processes} {heartbeat.folder_of_heartbeats().stat().st_ino}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.watching.reading import (
     BETWEEN_STEPS,
     DISK,
@@ -27,10 +27,10 @@ BEHIND, OUTSIDE, ALONE, JOINED, MIXED = (
     "behind in a collective", "behind outside any collective", "nobody waits", "all joined", "in different collectives"
 )  # fmt: skip
 
-#: Phases in which collectives may run that are not on boards.
-_WITHOUT_NOTES = (boards.OUTSIDE, boards.MODEL, boards.VALIDATION, boards.SAMPLE, boards.END)
+#: Phases in which collectives may run that are not on heartbeats.
+_WITHOUT_NOTES = (heartbeat.OUTSIDE, heartbeat.MODEL, heartbeat.VALIDATION, heartbeat.SAMPLE, heartbeat.END)
 #: Phases that may last for ever in code of a user.
-_OWN_CODE = (boards.OUTSIDE, boards.START)
+_OWN_CODE = (heartbeat.OUTSIDE, heartbeat.START)
 _PROCESS = {
     STOPPED: "process stopped (T)",
     DISK: "waits for a disk or a driver (D)",
@@ -57,7 +57,7 @@ _WAY_DATA = "Look at the data: a file system, a worker of a loader or a stream t
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """The reason why the job does not go on.
 
     Attributes:
@@ -67,7 +67,7 @@ class Verdict:
         way: what to do.
         lost: the culprits cannot go on: their processes are stopped, have ended, or do not answer.
         step: the running step of the culprits, or of the rank that is furthest behind. Between two steps, the next one.
-        phase: of that rank, or the phase around it, one of ``board.PHASES`` by number.
+        phase: of that rank, or the phase around it, one of ``heartbeat.PHASES`` by number.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class Verdict:
     way: str
     lost: bool
     step: int
-    phase: int = boards.OUTSIDE
+    phase: int = heartbeat.OUTSIDE
 
     @property
     def text(self) -> str:
@@ -91,13 +91,13 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        who, several = boards.ranks_in_words(self.culprits), len(self.culprits) > 1
+        who, several = heartbeat.ranks_in_words(self.culprits), len(self.culprits) > 1
         place = f"in step {self.step}"
         if self.phase in BETWEEN_STEPS:
-            place = f"in the {boards.PHASES[self.phase]} after step {self.done}"
-        if self.phase == boards.END:
+            place = f"in the {heartbeat.PHASES[self.phase]} after step {self.done}"
+        if self.phase == heartbeat.END:
             place = f"at the end of the job, after step {self.done}"
-        if self.phase == boards.START:
+        if self.phase == heartbeat.START:
             place = "at the start of the job"
         hangs = f"the job hangs {place}"
         if self.kind == BEHIND:
@@ -111,9 +111,9 @@ class Verdict:
         return f"{hangs}: all ranks have joined a collective, and it does not end"
 
 
-def judge(
+def diagnose(
     seen: Sequence[Seen], stall_seconds: float, key: str = "stall_seconds", strict: bool = False
-) -> Verdict | None:
+) -> Diagnosis | None:
     """The verdict on the ranks now. None: they go on, or may still go on.
 
     Args:
@@ -153,20 +153,21 @@ def judge(
     return _verdict(MIXED if mixed else JOINED, [], ranks, key)
 
 
-def judge_start(seen: Sequence[Seen], seconds: float, key: str = "stall_seconds") -> Verdict | None:
-    """The verdict on ranks of which some have no board yet. None: no process is stopped, or not for so many seconds.
+def diagnose_start(seen: Sequence[Seen], seconds: float, key: str = "stall_seconds") -> Diagnosis | None:
+    """The verdict on ranks of which some have no heartbeat yet. None: no process is stopped, or not for so many
+    seconds.
 
-    A rank without a board has the age of its process's state.
+    A rank without a heartbeat has the age of its process's state.
     """
     stopped = [each for each in seen if each.process == STOPPED and each.age > seconds]
     ranks = {each.rank: each for each in seen}
     if not stopped:
         return None
     kind = ALONE if len(stopped) == len(seen) else OUTSIDE
-    return replace(_verdict(kind, stopped, ranks, key), phase=boards.START)
+    return replace(_verdict(kind, stopped, ranks, key), phase=heartbeat.START)
 
 
-def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str, strict: bool) -> Verdict | None:
+def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str, strict: bool) -> Diagnosis | None:
     """The verdict if no rank waits for another one: each is at its own work, as a job of one rank always is."""
     culprits = [each for each in ranks.values() if each.process != LEFT and _is_late(each, stall_seconds)]
     if not strict:
@@ -186,7 +187,7 @@ def _with_flight(seen: Seen) -> Seen:
 
 def _missing(seen: Seen, ranks: Mapping[int, Seen]) -> list[int]:
     """The ranks that have not begun the collective in which this one waits."""
-    members = boards.ranks_of(seen.group.partition("#")[0])
+    members = heartbeat.ranks_of(seen.group.partition("#")[0])
     return [rank for rank in members if rank in ranks and ranks[rank].counts.get(seen.group, 0) < seen.count]
 
 
@@ -200,7 +201,7 @@ def _place(seen: Seen) -> tuple[str, int, str, str]:
     return seen.group, seen.count, seen.collective, seen.subject
 
 
-def _verdict(kind: str, culprits: Iterable[Seen], ranks: Mapping[int, Seen], key: str) -> Verdict:
+def _verdict(kind: str, culprits: Iterable[Seen], ranks: Mapping[int, Seen], key: str) -> Diagnosis:
     culprits = list(culprits)
     numbers = {each.rank for each in culprits}
     steps = [each.step for each in ranks.values() if each.step]  # of a silent host they may not be known
@@ -213,13 +214,15 @@ def _verdict(kind: str, culprits: Iterable[Seen], ranks: Mapping[int, Seen], key
     lost = bool(culprits) and all(each.is_stuck or each.answers is False for each in culprits)
     known = [each for each in culprits if each.step] or [each for each in ranks.values() if each.step]
     behind = min(known, key=lambda each: each.step, default=None)
-    step, phase = (behind.step, outer_phase(behind.phase, behind.around)) if behind else (0, boards.OUTSIDE)
+    step, phase = (
+        (behind.step, outer_phase(behind.phase, behind.around)) if behind else (0, heartbeat.OUTSIDE)
+    )
     way = _way(kind, culprits, key)
     hosts = {each.host for each in ranks.values() if each.process != SILENT}
     if len(hosts) == 1 and any(each.process == SILENT for each in culprits):
         (here,) = hosts  # a cut link looks the same at both ends
         way += _WAY_ALONE.format(host=here)
-    return Verdict(kind, tuple(sorted(numbers)), reason, way, lost, step, phase)
+    return Diagnosis(kind, tuple(sorted(numbers)), reason, way, lost, step, phase)
 
 
 def _way(kind: str, culprits: Sequence[Seen], key: str) -> str:
@@ -228,7 +231,7 @@ def _way(kind: str, culprits: Sequence[Seen], key: str) -> str:
     if kind == MIXED:
         return _WAY_MIXED
     first = culprits[0]
-    if first.phase == boards.DATA and first.process == RUNS:
+    if first.phase == heartbeat.DATA and first.process == RUNS:
         return _WAY_DATA
     if first.process == RUNS and first.answers is False:
         return _WAY_HELD
@@ -250,7 +253,7 @@ def _state(seen: Seen) -> str:
 def _in_words(alike: Sequence[Seen], steps: bool) -> str:
     """Ranks that do the same: "rank 2: backward of layers.7 since 31 s, process stopped (T)"."""
     first = alike[0]
-    who, state = boards.ranks_in_words([each.rank for each in alike]), _state(first)
+    who, state = heartbeat.ranks_in_words([each.rank for each in alike]), _state(first)
     if first.process == SILENT:
         return f"{who}: host {first.host} does not answer since {max(each.age for each in alike):.0f} s"
     since = f" since {max(each.age for each in alike):.0f} s" + (

@@ -1,4 +1,4 @@
-"""Files about a job that hangs: the verdict, and for each rank of this host the latest entries of its board and the
+"""Files about a job that hangs: the verdict, and for each rank of this host the latest entries of its heartbeat and the
 stacks of its threads. A thread of the process writes them. If something holds the interpreter, a signal handler in C
 does; in a process whose threads run it could crash, since it reads what they change."""
 
@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.engine import heartbeat as boards
-from shardwright.watching.diagnosis import Verdict
-from shardwright.watching.reading import RUNS, BoardReader, Seen, in_words
+from shardwright.engine import heartbeat
+from shardwright.watching.diagnosis import Diagnosis
+from shardwright.watching.reading import RUNS, HeartbeatReader, Seen, in_words
 
 #: Seconds for processes to write their stacks.
 PATIENCE = 2.0
@@ -26,27 +26,27 @@ STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SI
 
 
 class Stacks:
-    """Writes the stacks of this process beside its board."""
+    """Writes the stacks of this process beside its heartbeat."""
 
-    def __init__(self, board: boards.Board) -> None:
-        self._board = board
+    def __init__(self, beat: heartbeat.Heartbeat) -> None:
+        self._heartbeat = beat
         self._written = 0
-        path = boards.stacks_beside(board.path)
+        path = heartbeat.stacks_beside(beat.path)
         with suppress(FileNotFoundError):
             path.unlink()
         # The handler writes to this descriptor until the process ends, so it stays open.
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         faulthandler.register(STACK_SIGNAL, file=self._file, all_threads=True)
-        board.answers_with_stacks(STACK_SIGNAL)
+        beat.answers_with_stacks(STACK_SIGNAL)
 
     def beat(self) -> None:
         """Show that a thread of this process runs, although it waits for others."""
-        self._board.beat()
+        self._heartbeat.beat()
 
     def answer(self) -> None:
         """Write them if another process has asked. Called by a thread."""
-        if self._board.asked > self._written:
-            self._written = self._board.asked
+        if self._heartbeat.asked > self._written:
+            self._written = self._heartbeat.asked
             faulthandler.dump_traceback(file=self._file, all_threads=True)
 
 
@@ -99,8 +99,8 @@ def check_folder(folder: Path) -> None:
 
 def write(
     folder: Path,
-    readers: Iterable[BoardReader],
-    verdict: Verdict | None,
+    readers: Iterable[HeartbeatReader],
+    verdict: Diagnosis | None,
     seen: Sequence[Seen],
     own: Stacks | None = None,
 ) -> EvidenceFiles:
@@ -127,12 +127,12 @@ def write(
 
 def _row(seen: Seen) -> str:
     numbers = {"phase": seen.phase, "around": seen.around}
-    phases = [f"{name}={boards.PHASES[number]!r}" for name, number in numbers.items()]
+    phases = [f"{name}={heartbeat.PHASES[number]!r}" for name, number in numbers.items()]
     values = [f"{name}={value!r}" for name, value in vars(seen).items() if name not in numbers]
     return " ".join([*phases, *values])
 
 
-def _stacks_of(readers: Sequence[BoardReader], own: Stacks | None) -> tuple[dict[int, str], set[int]]:
+def _stacks_of(readers: Sequence[HeartbeatReader], own: Stacks | None) -> tuple[dict[int, str], set[int]]:
     """The stacks of each process, or why there are none, and the ranks that have some."""
     texts, asked = {}, []
     for reader in readers:
@@ -153,14 +153,14 @@ def _stacks_of(readers: Sequence[BoardReader], own: Stacks | None) -> tuple[dict
         time.sleep(0.1)
         if own is not None:
             own.beat()
-        before, sizes = sizes, {each.rank: _size(boards.stacks_beside(each.path)) for each in asked}
+        before, sizes = sizes, {each.rank: _size(heartbeat.stacks_beside(each.path)) for each in asked}
         if all(sizes.values()) and sizes == before:
             break
     with_stacks: set[int] = set()
     for reader in asked:
         text = ""
         with suppress(OSError):
-            text = boards.stacks_beside(reader.path).read_text(encoding="utf-8", errors="replace")
+            text = heartbeat.stacks_beside(reader.path).read_text(encoding="utf-8", errors="replace")
         texts[reader.rank] = text or f"no stacks: the process did not write them within {PATIENCE} s\n"
         with_stacks.update([reader.rank] if text else [])
     gone = "no stacks: the process is gone\n"

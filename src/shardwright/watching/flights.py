@@ -1,5 +1,5 @@
-"""Entries of torch's flight recorder of this process: collectives that nobody has noted on the board, such as a user's
-own barrier. Only the process itself can read its recorder, so a thread of it copies this to the board."""
+"""Entries of torch's flight recorder of this process: collectives that nobody has noted on the heartbeat, such as a
+user's own barrier. Only the process itself can read its recorder, so a thread of it copies this to the heartbeat."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.compat import flight_entries, ranks_by_group_name
 
 MOST = 32  #: collectives that are noted
 
 
-def note_flights(board: boards.Board) -> None:
-    """Copy the collectives that run, and the numbers of the last ones of each group, to the board.
+def note_flights(beat: heartbeat.Heartbeat) -> None:
+    """Copy the collectives that run, and the numbers of the last ones of each group, to the heartbeat.
 
     Copies nothing if a record has another form, or a group ends meanwhile: without the thread that calls this, the rank
     would look as if something held its interpreter.
@@ -23,10 +23,10 @@ def note_flights(board: boards.Board) -> None:
     with suppress(LookupError, TypeError, ValueError, RuntimeError):
         entries = flight_entries()
         if entries is not None:
-            _note(board, entries)
+            _note(beat, entries)
 
 
-def _note(board: boards.Board, entries: list[dict[str, Any]]) -> None:
+def _note(beat: heartbeat.Heartbeat, entries: list[dict[str, Any]]) -> None:
     ranks = ranks_by_group_name()
     counts: dict[str, int] = {}
     flights: list[tuple[str, str, int, float]] = []
@@ -39,10 +39,10 @@ def _note(board: boards.Board, entries: list[dict[str, Any]]) -> None:
         if not entry["retired"] and len(flights) < MOST:
             age = max(0.0, (time.time_ns() - entry["time_created_ns"]) / 1e9)
             flights.append((entry["profiling_name"].partition(":")[2] or "a collective", group, number, age))
-    board.note_flights(json.dumps({"time": time.monotonic_ns(), "counts": counts, "flights": flights}))
+    beat.note_flights(json.dumps({"time": time.monotonic_ns(), "counts": counts, "flights": flights}))
 
 
 def _group_of(entry: dict[str, Any], ranks: dict[str, list[int]]) -> str | None:
-    """The group of a collective on boards. torch numbers its collectives, so its name has torch's name, too."""
+    """The group of a collective on heartbeats. torch numbers its collectives, so its name has torch's name, too."""
     name = entry["process_group"][0]
-    return f"{boards.group_name(ranks[name])}#{name}" if name in ranks else None
+    return f"{heartbeat.group_name(ranks[name])}#{name}" if name in ranks else None

@@ -1,4 +1,4 @@
-"""A launcher's view of the ranks that it has started on this host: their boards, and the verdict on them."""
+"""A launcher's view of the ranks that it has started on this host: their heartbeats, and the verdict on them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.watching import evidence
-from shardwright.watching.diagnosis import Verdict, judge, judge_start
-from shardwright.watching.reading import BoardReader, Seen, state_of
+from shardwright.watching.diagnosis import Diagnosis, diagnose, diagnose_start
+from shardwright.watching.reading import HeartbeatReader, Seen, state_of
 
-#: Seconds between two looks at the boards.
+#: Seconds between two looks at the heartbeats.
 EVERY = 0.5
 #: The time between two looks after which the watching process itself was stopped, in times that a rank may wait.
 GAP = 0.5
-#: Seconds that a process may be stopped before every rank has a board. Nobody waits that long for a start.
+#: Seconds that a process may be stopped before every rank has a heartbeat. Nobody waits that long for a start.
 STOPPED_AT_START = 10.0
 
 
@@ -30,7 +30,7 @@ class Hang:
         files: what was written about it.
     """
 
-    verdict: Verdict
+    verdict: Diagnosis
     files: evidence.EvidenceFiles
 
     @property
@@ -62,10 +62,11 @@ def silence(stall_seconds: float) -> float:
     return min(5.0, max(evidence.HELD, stall_seconds / 2))
 
 
-def _open(pid: int) -> BoardReader | None:
-    """The board of this process; None if it has none yet. A killed one with the same number may have left its own."""
+def _open(pid: int) -> HeartbeatReader | None:
+    """The heartbeat of this process; None if it has none yet. A killed one with the same number may have left its
+    own."""
     with suppress(OSError):
-        reader = BoardReader(boards.board_of(pid))
+        reader = HeartbeatReader(heartbeat.heartbeat_of(pid))
         if reader.is_alive():
             return reader
         reader.close()
@@ -73,27 +74,27 @@ def _open(pid: int) -> BoardReader | None:
 
 
 class Processes:
-    """The processes of ranks that may have no boards yet."""
+    """The processes of ranks that may have no heartbeats yet."""
 
     def __init__(self) -> None:
         self._states: dict[int, tuple[str, int]] = {}  # by process, with the time of the first look at it
 
     def look(self, rank: int, pid: int, since: int = 0) -> Seen:
-        """The process of a rank now. Its age is the one of its state. ``since``: see :meth:`BoardReader.look`."""
+        """The process of a rank now. Its age is the one of its state. ``since``: see :meth:`HeartbeatReader.look`."""
         state, at = self._states.get(pid, ("", 0))
         now = time.monotonic_ns()
         if (found := state_of(pid)) != state:
             state, at = self._states[pid] = found, now
-        return Seen(rank, "", pid, state, None, (now - max(at, since)) / 1e9, phase=boards.START)
+        return Seen(rank, "", pid, state, None, (now - max(at, since)) / 1e9, phase=heartbeat.START)
 
 
 class Eyes:
-    """The boards of the ranks that this launcher has started, all on this host."""
+    """The heartbeats of the ranks that this launcher has started, all on this host."""
 
     def __init__(self, pids: Mapping[int, int], stall_seconds: float, folder: Path, key: str) -> None:
         """``pids``: the process of each rank. ``folder``: for files about a hang. ``key``: the setting in messages."""
         self.pids, self.stall_seconds, self.folder, self.key = dict(pids), stall_seconds, folder, key
-        self._readers: dict[int, BoardReader] = {}
+        self._readers: dict[int, HeartbeatReader] = {}
         self._looks = Looks(stall_seconds)
         self._next = 0.0
         self._begun = time.time() - 1.0  # files have coarser times
@@ -112,16 +113,17 @@ class Eyes:
         begun = len(self._readers) == len(self.pids)
         seen = [self._seen(rank, since, begun) for rank in self.pids]
         if begun:
-            verdict = judge(seen, self.stall_seconds, self.key, strict=True)
+            verdict = diagnose(seen, self.stall_seconds, self.key, strict=True)
         else:
-            verdict = judge_start(seen, min(STOPPED_AT_START, self.stall_seconds), self.key)
+            verdict = diagnose_start(seen, min(STOPPED_AT_START, self.stall_seconds), self.key)
         if verdict is None:
             return None
         folder = self.folder / evidence.folder_name()
         return Hang(verdict, evidence.write(folder, self._readers.values(), verdict, seen))
 
     def _seen(self, rank: int, since: int, begun: bool) -> Seen:
-        """The rank now. ``begun``: all ranks have boards. Before that, its age is the one of its process's state."""
+        """The rank now. ``begun``: all ranks have heartbeats. Before that, its age is the one of its process's
+        state."""
         if begun:
             return self._readers[rank].look(since=since, within=silence(self.stall_seconds))
         return self._processes.look(rank, self.pids[rank], since)
@@ -129,11 +131,11 @@ class Eyes:
     def steps_done(self) -> dict[int, int]:
         """The steps that each rank has done, also one that has ended, even between two looks."""
         for rank, pid in self.pids.items():
-            path = boards.board_of(pid)
+            path = heartbeat.heartbeat_of(pid)
             if rank not in self._readers:
-                with suppress(OSError):  # it has no board, or has removed it
+                with suppress(OSError):  # it has no heartbeat, or has removed it
                     if path.stat().st_mtime >= self._begun:  # else of an earlier process with that number
-                        self._readers[rank] = BoardReader(path)
+                        self._readers[rank] = HeartbeatReader(path)
         return {rank: max(0, reader.last().step - 1) for rank, reader in self._readers.items()}
 
     def close(self) -> None:

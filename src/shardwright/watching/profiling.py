@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from shardwright.engine import FSDPModule, heartbeat as boards
+from shardwright.engine import FSDPModule, heartbeat
 from shardwright.engine.compat import is_profiling, synchronisation_events
 
 
@@ -69,7 +69,7 @@ def _name(collective: str, subject: str) -> str:
 @contextmanager
 def unit_names() -> Iterator[None]:
     """Inside the context, traces of torch's profiler have the names of units on collectives and waits."""
-    with boards.listening(UnitNames()):
+    with heartbeat.listening(UnitNames()):
         yield
 
 

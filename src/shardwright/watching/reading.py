@@ -1,4 +1,4 @@
-"""Reads boards of processes of this host, also if a process is stopped, has ended, or holds its interpreter."""
+"""Reads heartbeats of processes of this host, also if a process is stopped, has ended, or holds its interpreter."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.engine import ENTRY, HEADER, MAGIC, RING_AT, SLOTS, VERSION, WORD, Board, heartbeat as boards
+from shardwright.engine import ENTRY, HEADER, MAGIC, RING_AT, SLOTS, VERSION, WORD, Heartbeat, heartbeat
 
 _LOCK = struct.Struct("hhqqi4x")  #: struct flock
 RUNS, STOPPED, DISK, ENDED, LEFT, SILENT = "runs", "stopped", "disk", "ended", "left", "silent"
 #: Phases between two steps.
-BETWEEN_STEPS = (boards.VALIDATION, boards.SAMPLE, boards.SAVE)
+BETWEEN_STEPS = (heartbeat.VALIDATION, heartbeat.SAMPLE, heartbeat.SAVE)
 #: States of a process, by their letters in /proc/PID/stat.
 _STATES = {"T": STOPPED, "t": STOPPED, "D": DISK, "Z": ENDED, "X": ENDED}
 
 
 @dataclass(frozen=True)
-class BoardEntry:
-    """One entry of a board.
+class HeartbeatEntry:
+    """One entry of a heartbeat.
 
     Attributes:
         number: of the entry.
@@ -38,9 +38,9 @@ class BoardEntry:
         collective: the collective in which the process may wait; empty: none.
         group: its ranks.
         subject: the unit whose weights or gradients it moves.
-        phase: one of ``board.PHASES``, by number.
+        phase: one of ``heartbeat.PHASES``, by number.
         patient: whether this may last much longer than a step.
-        around: the phase around this one, such as a validation; ``board.OUTSIDE``: none.
+        around: the phase around this one, such as a validation; ``heartbeat.OUTSIDE``: none.
     """
 
     number: int
@@ -78,7 +78,7 @@ class Seen:
     answers: bool | None
     age: float
     step: int = 0
-    phase: int = boards.START
+    phase: int = heartbeat.START
     unit: str = ""
     collective: str = ""
     group: str = ""
@@ -88,7 +88,7 @@ class Seen:
     patient: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
     flights: tuple[tuple[str, str, int, float], ...] = ()
-    around: int = boards.OUTSIDE
+    around: int = heartbeat.OUTSIDE
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Seen:
@@ -105,33 +105,33 @@ class Seen:
         return self.process in (STOPPED, ENDED, LEFT, SILENT)
 
 
-class BoardReader:
-    """The board of a process. Keeps reading after the file is removed and after the process has ended."""
+class HeartbeatReader:
+    """The heartbeat of a process. Keeps reading after the file is removed and after the process has ended."""
 
-    def __init__(self, board: Path | Board) -> None:
-        """``board``: the file of another process, or the board of this one, whose file must not be opened again: to
-        close it would end the lock.
+    def __init__(self, beat: Path | Heartbeat) -> None:
+        """``heartbeat``: the file of another process, or the heartbeat of this one, whose file must not be opened
+        again: to close it would end the lock.
 
-        Raises FileNotFoundError: there is no board, or no whole one yet.
+        Raises FileNotFoundError: there is no heartbeat, or no whole one yet.
         """
         self._file: int | None = None
-        if isinstance(board, Board):
-            self._memory, self.path = board.memory, board.path
+        if isinstance(beat, Heartbeat):
+            self._memory, self.path = beat.memory, beat.path
         else:
-            self.path = board
-            self._file = os.open(board, os.O_RDWR | os.O_CLOEXEC)  # a lock may be asked for only so
+            self.path = beat
+            self._file = os.open(beat, os.O_RDWR | os.O_CLOEXEC)  # a lock may be asked for only so
         try:
             if self._file is not None:
-                self._memory = mmap.mmap(self._file, boards.SIZE, prot=mmap.PROT_READ)
+                self._memory = mmap.mmap(self._file, heartbeat.SIZE, prot=mmap.PROT_READ)
             magic, version, self.pid, self.rank, self.ranks, slots = HEADER.unpack_from(self._memory, 0)
             if (magic, version, slots) != (MAGIC, VERSION, SLOTS):
-                raise FileNotFoundError(f"{self.path} is no board of this version")
+                raise FileNotFoundError(f"{self.path} is no heartbeat of this version")
         except (OSError, ValueError) as error:
             if self._file is not None:
                 os.close(self._file)
             raise FileNotFoundError(str(error)) from error
         self._names = [""]
-        self._name_end = boards.NAMES_AT
+        self._name_end = heartbeat.NAMES_AT
 
     def close(self) -> None:
         if self._file is not None:
@@ -143,14 +143,14 @@ class BoardReader:
         return value
 
     def _name(self, number: int) -> str:
-        while len(self._names) <= min(number, self._word(boards.NAME_COUNT_AT)):
-            (length,) = boards.LENGTH.unpack_from(self._memory, self._name_end)
-            start = self._name_end + boards.LENGTH.size
+        while len(self._names) <= min(number, self._word(heartbeat.NAME_COUNT_AT)):
+            (length,) = heartbeat.LENGTH.unpack_from(self._memory, self._name_end)
+            start = self._name_end + heartbeat.LENGTH.size
             self._names.append(self._memory[start : start + length].decode(errors="replace"))
             self._name_end = start + length
         return self._names[number] if number < len(self._names) else "?"
 
-    def entries(self) -> list[BoardEntry]:
+    def entries(self) -> list[HeartbeatEntry]:
         """The entries of the ring, the oldest first. One that is being written is left out."""
         rows = list(ENTRY.iter_unpack(self._memory[RING_AT:]))
         whole = sorted(
@@ -160,50 +160,50 @@ class BoardReader:
         entries = [self._entry(row) for row in (whole[1:] if len(whole) == SLOTS else whole)]
         return [*entries, *(each for each in map(self._after, entries[-1:]) if each is not entries[-1])]
 
-    def _after(self, entry: BoardEntry) -> BoardEntry:
+    def _after(self, entry: HeartbeatEntry) -> HeartbeatEntry:
         """The latest entry, or if its collective has ended, what the process does since."""
-        left = self._word(boards.LEFT_AT)
+        left = self._word(heartbeat.LEFT_AT)
         if not entry.collective or left < entry.time:
             return entry
         return replace(entry, time=left, collective="", group="", count=0, nbytes=0, subject="")
 
-    def _entry(self, row: tuple[int, ...]) -> BoardEntry:
+    def _entry(self, row: tuple[int, ...]) -> HeartbeatEntry:
         at, nbytes, step, count, place, named, number = row
-        phase, around = _phase(place >> boards.PHASE), _phase(place >> boards.AROUND)
-        return BoardEntry(
+        phase, around = _phase(place >> heartbeat.PHASE), _phase(place >> heartbeat.AROUND)
+        return HeartbeatEntry(
             number, at, nbytes, step, count, self._name(place & 0xFFFF), self._name(named & 0xFFFF),
-            self._name(named >> boards.GROUP & 0xFFFF), self._name(named >> boards.SUBJECT & 0xFFFF), phase,
-            bool(place >> boards.PATIENT & 1), around,
+            self._name(named >> heartbeat.GROUP & 0xFFFF), self._name(named >> heartbeat.SUBJECT & 0xFFFF), phase,
+            bool(place >> heartbeat.PATIENT & 1), around,
         )  # fmt: skip
 
     @property
     def message(self) -> str:
         """The last message of the process."""
-        length = self._word(boards.MESSAGE_LENGTH_AT)
-        return self._memory[boards.MESSAGE_AT : boards.MESSAGE_AT + length].decode(errors="replace")
+        length = self._word(heartbeat.MESSAGE_LENGTH_AT)
+        return self._memory[heartbeat.MESSAGE_AT : heartbeat.MESSAGE_AT + length].decode(errors="replace")
 
     def ask_for_stacks(self) -> None:
         """Ask a thread of the process to write its stacks. It may be unable to."""
-        number = WORD.pack(self._word(boards.ASKED_AT) + 1)
+        number = WORD.pack(self._word(heartbeat.ASKED_AT) + 1)
         if self._file is not None:
-            os.pwrite(self._file, number, boards.ASKED_AT)
+            os.pwrite(self._file, number, heartbeat.ASKED_AT)
         else:
-            self._memory[boards.ASKED_AT : boards.ASKED_AT + WORD.size] = number
+            self._memory[heartbeat.ASKED_AT : heartbeat.ASKED_AT + WORD.size] = number
 
     def remove(self) -> None:
         """Remove the files of a process that cannot do so."""
-        for path in (self.path, boards.stacks_beside(self.path)):
+        for path in (self.path, heartbeat.stacks_beside(self.path)):
             with suppress(OSError):
                 path.unlink()
 
     @property
     def stack_signal(self) -> int:
         """The signal at which a process writes its stacks that something holds; 0: none."""
-        return self._word(boards.SIGNAL_AT)
+        return self._word(heartbeat.SIGNAL_AT)
 
     @property
     def began(self) -> int:
-        return self._word(boards.BEGAN_AT)
+        return self._word(heartbeat.BEGAN_AT)
 
     def is_alive(self) -> bool:
         """Whether the process runs. It has a lock on the file until it ends."""
@@ -213,7 +213,7 @@ class BoardReader:
         return bool(_LOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
 
     def process(self) -> str:
-        if self._word(boards.CLOSED_AT):
+        if self._word(heartbeat.CLOSED_AT):
             return LEFT
         if not self.is_alive():
             return ENDED
@@ -221,7 +221,7 @@ class BoardReader:
 
     def answers(self, within: float) -> bool | None:
         """Whether a thread of the process ran in the last ``within`` seconds. None: it has no such thread."""
-        beat = self._word(boards.HEARTBEAT_AT)
+        beat = self._word(heartbeat.HEARTBEAT_AT)
         if not beat:
             return None
         return time.monotonic_ns() - beat < within * 1e9
@@ -236,7 +236,7 @@ class BoardReader:
             last.around,
         )  # fmt: skip
 
-    def last(self) -> BoardEntry:
+    def last(self) -> HeartbeatEntry:
         """The newest entry, or what the process does since."""
         rows = ENTRY.iter_unpack(self._memory[RING_AT:])
         # The place of the newest one is full before its number is there.
@@ -247,12 +247,12 @@ class BoardReader:
 
     def _counts(self, since: int) -> tuple[dict[str, int], tuple[tuple[str, str, int, float], ...]]:
         """Number of collectives that the rank has begun in each group, and the collectives of the flight recorder."""
-        last = min(self._word(boards.NAME_COUNT_AT), boards.COUNTED - 1)
-        numbers = struct.unpack_from(f"{last + 1}q", self._memory, boards.COUNTS_AT)
+        last = min(self._word(heartbeat.NAME_COUNT_AT), heartbeat.COUNTED - 1)
+        numbers = struct.unpack_from(f"{last + 1}q", self._memory, heartbeat.COUNTS_AT)
         counts = {self._name(number): count for number, count in enumerate(numbers) if count}
-        length = self._word(boards.FLIGHTS_LENGTH_AT)
+        length = self._word(heartbeat.FLIGHTS_LENGTH_AT)
         with suppress(ValueError, KeyError, TypeError):
-            noted = json.loads(self._memory[boards.FLIGHTS_AT : boards.FLIGHTS_AT + length])
+            noted = json.loads(self._memory[heartbeat.FLIGHTS_AT : heartbeat.FLIGHTS_AT + length])
             if noted["time"] > since:
                 counts |= {str(group): int(count) for group, count in noted["counts"].items()}
                 return counts, tuple((str(n), str(g), int(c), float(a)) for n, g, c, a in noted["flights"])
@@ -260,17 +260,17 @@ class BoardReader:
 
 
 def _phase(bits: int) -> int:
-    return min(bits & 0xFF, len(boards.PHASES) - 1)
+    return min(bits & 0xFF, len(heartbeat.PHASES) - 1)
 
 
 def place_in_words(phase: int, unit: str, around: int) -> str:
     """The work of a process, in words: "forward of layers.7 in the validation"."""
-    inside = "" if around in (boards.OUTSIDE, phase) else f" in the {boards.PHASES[around]}"
-    return boards.PHASES[phase] + (f" of {unit}" if unit else "") + inside
+    inside = "" if around in (heartbeat.OUTSIDE, phase) else f" in the {heartbeat.PHASES[around]}"
+    return heartbeat.PHASES[phase] + (f" of {unit}" if unit else "") + inside
 
 
 def outer_phase(phase: int, around: int) -> int:
-    return phase if around == boards.OUTSIDE else around
+    return phase if around == heartbeat.OUTSIDE else around
 
 
 def step_in_words(step: int, phase: int, around: int) -> str:
@@ -279,7 +279,7 @@ def step_in_words(step: int, phase: int, around: int) -> str:
 
 
 def state_of(pid: int) -> str:
-    """RUNS, STOPPED, DISK or ENDED. A process without a board has only this."""
+    """RUNS, STOPPED, DISK or ENDED. A process without a heartbeat has only this."""
     return _STATES.get(_letter(pid), RUNS)
 
 
@@ -290,7 +290,7 @@ def _letter(pid: int) -> str:
     return ""
 
 
-def in_words(entry: BoardEntry, begin: int) -> str:
+def in_words(entry: HeartbeatEntry, begin: int) -> str:
     """An entry as a line of a file: seconds since ``begin``, step, place, collective."""
     seconds, place = (entry.time - begin) / 1e9, place_in_words(entry.phase, entry.unit, entry.around)
     step = step_in_words(entry.step, entry.phase, entry.around)

@@ -1,8 +1,8 @@
 """The thread of a rank that watches the ranks of its job, and ends the process when the job hangs.
 
-The lowest rank of a host whose thread runs leads: it judges, and leaves the verdict on its board, where the other ranks
-of the host find it. So every rank says the same, and all end at one moment: the end of one looks like a failure to the
-others. A thread needs the interpreter, so a rank that something holds is seen by the others alone.
+The lowest rank of a host whose thread runs leads: it judges, and leaves the verdict on its heartbeat, where the other
+ranks of the host find it. So every rank says the same, and all end at one moment: the end of one looks like a failure
+to the others. A thread needs the interpreter, so a rank that something holds is seen by the others alone.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.watching import evidence
-from shardwright.watching.diagnosis import Verdict, judge
+from shardwright.watching.diagnosis import Diagnosis, diagnose
 from shardwright.watching.flights import note_flights
 from shardwright.watching.hosts import Courier
 from shardwright.watching.launched import Hang, Looks, silence
-from shardwright.watching.reading import DISK, ENDED, RUNS, SILENT, STOPPED, BoardReader, Seen
+from shardwright.watching.reading import DISK, ENDED, RUNS, SILENT, STOPPED, HeartbeatReader, Seen
 
 #: The exit status of a rank of a job that hangs: EX_TEMPFAIL of sysexits.h, "try again".
 TRY_AGAIN = 75
-#: Characters of a verdict on a board, and of the lines about files. JSON makes at most twelve bytes of each, and half
-#: of a message would end no rank.
-MOST, MOST_OF_FILES = boards.MESSAGE_SIZE // 12 - 1100, 1000
+#: Characters of a verdict on a heartbeat, and of the lines about files. JSON makes at most twelve bytes of each, and
+#: half of a message would end no rank.
+MOST, MOST_OF_FILES = heartbeat.MESSAGE_SIZE // 12 - 1100, 1000
 #: Seconds from a verdict to the end of the processes, in which each rank finds it and prints it.
 TO_SAY = 1.5
 
@@ -46,7 +46,7 @@ class WatchSettings:
         folder: for files about a hang.
         key: the setting in messages.
         judges: whether this rank judges. A launcher may do so instead.
-        strict: see :func:`judge`.
+        strict: see :func:`diagnose`.
         say: called with the text about a hang, on every rank, in place of printing it and of the end of the process.
         frame: makes what is printed from this text, where all of it is printed.
         record: called with the verdict, on the rank that leads, before the end.
@@ -68,7 +68,7 @@ class Finding(NamedTuple):
     Attributes:
         text: of the verdict.
         name: of the folder of its files.
-        culprits: see :class:`Verdict`.
+        culprits: see :class:`Diagnosis`.
     """
 
     text: str
@@ -80,22 +80,22 @@ class Watcher:
     """Watches until :meth:`close`."""
 
     def __init__(
-        self, board: boards.Board, readers: Mapping[int, BoardReader], settings: WatchSettings,
+        self, beat: heartbeat.Heartbeat, readers: Mapping[int, HeartbeatReader], settings: WatchSettings,
         courier: Courier | None = None, host: str = "", job: str = "",
     ) -> None:  # fmt: skip
         """``readers``: of the ranks of this host, with this one. ``courier``: to other hosts, if there are any.
 
         ``job``: differs for jobs that share ``settings.folder``.
         """
-        self._board, self._readers, self._settings = board, dict(readers), settings
+        self._heartbeat, self._readers, self._settings = beat, dict(readers), settings
         self._courier, self._host, self._job = courier, host, job
         self._rank = next(rank for rank, reader in readers.items() if reader.pid == os.getpid())
         self._looks = Looks(settings.stall_seconds)
         self._within = silence(settings.stall_seconds)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwright-watch", daemon=True)
-        self._stacks = evidence.Stacks(board)
-        board.beat()
+        self._stacks = evidence.Stacks(beat)
+        beat.beat()
         self._thread.start()
 
     def close(self) -> None:
@@ -111,15 +111,15 @@ class Watcher:
         own = self._readers[self._rank]
         while not self._closed.wait(interval):
             since = self._looks.note()
-            self._board.beat()
+            self._heartbeat.beat()
             self._stacks.answer()
             if own.look(since=since).age > self._settings.stall_seconds / 3:
-                note_flights(self._board)
+                note_flights(self._heartbeat)
             if self._settings.judges and (message := self._find(since)):
                 self._end(json.loads(message))
                 break
         while not self._closed.wait(interval):
-            self._board.beat()  # a function of the user has the message, and the process goes on
+            self._heartbeat.beat()  # a function of the user has the message, and the process goes on
 
     # -- the verdict ---------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Watcher:
             if self._courier.verdict is not None:
                 return self._leave(Finding(*json.loads(self._courier.verdict)), None, seen)
         verdict = (
-            None if everyone is None else judge(everyone, stall, self._settings.key, self._settings.strict)
+            None if everyone is None else diagnose(everyone, stall, self._settings.key, self._settings.strict)
         )
         if verdict is None:
             return ""
@@ -154,7 +154,7 @@ class Watcher:
         able = [each.rank for each in seen if each.process in (RUNS, DISK) and each.answers is not False]
         return min([self._rank, *able])
 
-    def _leave(self, finding: Finding, verdict: Verdict | None, seen: list[Seen]) -> str:
+    def _leave(self, finding: Finding, verdict: Diagnosis | None, seen: list[Seen]) -> str:
         """Write the files, print the text, and leave the message for the other ranks of this host."""
         folder = self._settings.folder / finding.name
         files = evidence.write(folder, self._readers.values(), verdict, seen, self._stacks)
@@ -162,12 +162,12 @@ class Watcher:
         if verdict is not None and self._settings.record is not None:
             _within(1.0, lambda: self._settings.record(Hang(verdict, files)))  # type: ignore[misc]
         if self._courier is not None:
-            self._courier.meet(self._board.beat)
+            self._courier.meet(self._heartbeat.beat)
         # Before the message: if nobody reads what this rank prints, each other one prints all of it.
         printed = self._settings.say is None and self._print(f"rank {self._rank}: {text}")
         at = time.monotonic_ns() + int(TO_SAY * 1e9)
         message = json.dumps({"text": text, "at": at, "by": self._rank if printed else None})
-        self._board.say(message)
+        self._heartbeat.say(message)
         return message
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Watcher:
 
     def _leave_process(self, at: int) -> None:
         while time.monotonic_ns() < at:
-            self._board.beat()
+            self._heartbeat.beat()
             time.sleep(0.05)
         seen = [reader.look(within=evidence.HELD) for reader in self._readers.values()]
         if self._leader(seen) == self._rank:
@@ -209,7 +209,7 @@ class Watcher:
                     _kill(each.pid)
                 if each.process == ENDED or _cannot_end(each):
                     self._readers[each.rank].remove()
-        boards.close_board()
+        heartbeat.close_heartbeat()
         os._exit(TRY_AGAIN)
 
 

@@ -43,8 +43,8 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def memory_files() -> set[str]:
-    """The files in memory of all processes, without boards, which other tests make and remove meanwhile."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("shardwright-board-")}
+    """The files in memory of all processes, without heartbeats, which other tests make and remove meanwhile."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("shardwright-heartbeat-")}
 
 
 def parts(world_size: int) -> tuple[DeviceMesh, Any]:

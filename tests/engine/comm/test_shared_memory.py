@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from shardwright.engine.comm import Communicator, Division, Pending, Unreached, pages, shared_memory
 from shardwright.engine.comm.pages import POSTS
-from shardwright.engine.comm.shared_memory import Exchange, SharedMemory
+from shardwright.engine.comm.shared_memory import Exchange, SharedMemoryCollectives
 from tests.engine.kit.meetings import Interrupt, fresh_meetings
 from tests.support import multirank
 
@@ -37,12 +37,12 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     return comm
 
 
-def shared_by(comm: Communicator) -> SharedMemory | None:
+def shared_by(comm: Communicator) -> SharedMemoryCollectives | None:
     """The collectives through shared memory; None: the ranks use gloo."""
     return None if comm.meeting is None else comm.meeting.shared_memory()
 
 
-def ready() -> tuple[Communicator, SharedMemory]:
+def ready() -> tuple[Communicator, SharedMemoryCollectives]:
     comm = communicator()
     shared = shared_by(comm)
     assert shared is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from shardwright.planner.tracing.fusion import Kernel, base_of, kernels_of, nodes_in
+from shardwright.planner.tracing.fusion import FusedKernel, base_of, kernels_of, nodes_in
 
 aten = torch.ops.aten
 N = 8
@@ -51,7 +51,7 @@ def random_graph(draw: random.Random) -> tuple[list[Node], set[Node]]:
     return list(graph.nodes), {each for each in inputs if draw.random() < 0.5}
 
 
-def check(nodes: Sequence[Node], donated: set[Node], kernels: Sequence[Kernel]) -> None:
+def check(nodes: Sequence[Node], donated: set[Node], kernels: Sequence[FusedKernel]) -> None:
     there = {node for node in nodes if node.op == "placeholder"}
     holder = {node: node for node in there}  # each value to the one that took its memory first
     outputs = {base_of(node) for node in nodes_in(nodes[-1].args)}

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 import shardwright as sw
 from shardwright.engine.compat.collectives import absent_ranks
 from shardwright.planner.program import ALL_PAIRS, Alloc, Kernel
-from shardwright.planner.tracing.hollow import AbsentDeviceError, UnknownValueError
+from shardwright.planner.tracing.fakes import AbsentDeviceError, UnknownValueError
 from shardwright.planner.tracing.loop import program_of_loop
 from shardwright.planner.work import work_of
 from tests.support.matrix import generate

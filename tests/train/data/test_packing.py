@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from shardwright.train.data.samples import packing as packing_module
 from shardwright.train.data.samples.batch import IGNORED, Batch, Rows
-from shardwright.train.data.samples.packing import Packing, PackingName, assign, best_fit, pack, split
+from shardwright.train.data.samples.packing import PackingName, SamplePacking, assign, best_fit, pack, split
 from shardwright.train.data.tokens.tokens import Tokens
 from tests.train.kit.tokens import random_tokens, tokens_of
 
@@ -34,7 +34,7 @@ def documents(draw: st.DrawFn) -> Tokens:
     return tokens_of(lengths, flags)
 
 
-def batch_of(tokens: Tokens, packing: Packing, *, separate: bool = True) -> Batch:
+def batch_of(tokens: Tokens, packing: SamplePacking, *, separate: bool = True) -> Batch:
     """All samples in order."""
     rows = Rows(len(packing), packing.seq_len, separate=separate)
     everything = np.arange(len(packing))

@@ -116,7 +116,7 @@ def ranks(
     folders of the ranks.
     """
     if largest_file >= 0:
-        arguments = (*arguments, "--fault.stall_seconds", "0")  # boards in shared memory are files, too
+        arguments = (*arguments, "--fault.stall_seconds", "0")  # heartbeats in shared memory are files, too
     # The store is hosted here, so that its port is the system's choice.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {

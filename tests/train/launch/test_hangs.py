@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.train.report import plan_picture
-from shardwright.watching.reading import BoardReader
+from shardwright.watching.reading import HeartbeatReader
 from tests.train.kit import faults
 from tests.train.kit.jobs import config_file, train_here
 from tests.train.launch.kit import stopped
@@ -113,7 +113,7 @@ STOPPED = "tests.train.launch.kit.stopped"
 
 @pytest.mark.extensive("each place waits for a timeout", but=("run_rank-1",))
 @pytest.mark.parametrize(("place", "rank"), STOPS)
-def test_launcher_names_a_rank_that_is_stopped_before_its_board_opens(
+def test_launcher_names_a_rank_that_is_stopped_before_its_heartbeat_opens(
     tmp_path: Path, place: str, rank: int
 ) -> None:
     again = place == "watch"
@@ -177,8 +177,8 @@ def test_a_rank_may_take_its_time_to_draw_the_plan(tmp_path: Path, monkeypatch: 
     patient = []
 
     def draw(*arguments: object) -> Any:
-        assert boards.own is not None
-        patient.append(BoardReader(boards.own).last().patient)
+        assert heartbeat.own is not None
+        patient.append(HeartbeatReader(heartbeat.own).last().patient)
         return plan_figure(*arguments)
 
     plan_figure: Any = plan_picture.plan_figure

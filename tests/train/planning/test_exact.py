@@ -22,7 +22,7 @@ from shardwright.engine.compat.autograd import in_backward
 from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.memory import Slab, observe
 from shardwright.planner.program import Phase, Program
-from shardwright.planner.tracing.recorder import Recorder
+from shardwright.planner.tracing.recorder import ProgramRecorder
 from shardwright.planner.tracing.streams import RecordedStreams
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims
@@ -137,7 +137,7 @@ def measure(rank: int, world_size: int, config: Config, folder: Path) -> None:
     device, leases = torch.device("cpu"), Leases()
     figures: dict[str, list[int]] = {}
     data: Any = AbsentData.of(config, world_size)
-    with use_streams(device, RecordedStreams(Recorder())), observe(leases), blocks_of_host() as host:
+    with use_streams(device, RecordedStreams(ProgramRecorder())), observe(leases), blocks_of_host() as host:
         trainer = Trainer(config, World.of(config.parallel, rank, world_size, device), data)
 
         def note(group: str, tensors: Iterable[Tensor], of_host: bool = False) -> None:

@@ -14,7 +14,7 @@ from shardwright.planner.devices import known_devices
 from shardwright.planner.program import HOST, Alloc, Kernel, Program
 from shardwright.planner.speed import speed_of
 from shardwright.planner.tracing import trace as tracing
-from shardwright.planner.tracing.recorder import Recorder
+from shardwright.planner.tracing.recorder import ProgramRecorder
 from shardwright.planner.tracing.streams import RecordedStreams
 from shardwright.planner.verdict import judge
 from shardwright.planner.work import work_of
@@ -202,7 +202,7 @@ def is_measured(words: str) -> bool:
 def compare_all(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak of the host's memory and the device's together, with the kernels of the CPU."""
     config = config_of(f"validation.every=0 {words}")
-    with use_streams(torch.device("cpu"), RecordedStreams(Recorder())):
+    with use_streams(torch.device("cpu"), RecordedStreams(ProgramRecorder())):
         real, _ = real_step(config)
     monkeypatch.setattr(tracing, "kernels_of_cuda", nullcontext)
     program = program_of(config, 2)

@@ -370,7 +370,7 @@ def test_the_launcher_imports_no_engine() -> None:
     loaded = set(done.stdout.split())
     assert not loaded & {
         "shardwright.engine.compat.probe",
-        "shardwright.engine.front",
+        "shardwright.engine.front.api",
         "torch.distributed.tensor",
         "torch._dynamo",
     }

@@ -36,7 +36,7 @@ from shardwright.checkpoint.storage.stores import Store
 from shardwright.checkpoint.training.arguments import place_of
 from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
 from shardwright.common.errors import Damaged
-from shardwright.engine import RankGroup, described, heartbeat as boards, raise_for
+from shardwright.engine import RankGroup, described, heartbeat, raise_for
 
 Failure = tuple[int, str]  #: number of the error's kind, and its text
 
@@ -190,7 +190,7 @@ class AsyncCheckpoint:
         state = state_to_save(model, optimizer, extra, generators, frozen, self._ranks)
         self.save_state(path, state, overwrite=overwrite)
 
-    @boards.during(boards.SAVE)
+    @heartbeat.during(heartbeat.SAVE)
     def save_state(
         self, path: str | os.PathLike[str], state: Mapping[str, Any], *, overwrite: bool = False
     ) -> None:
@@ -216,7 +216,7 @@ class AsyncCheckpoint:
         self._start_writer()
         return stage(job, self._memory)
 
-    @boards.during(boards.SAVE)
+    @heartbeat.during(heartbeat.SAVE)
     def wait(self) -> None:
         """Wait until the save under way is committed: on disk, whole, and under its name. Collective.
 

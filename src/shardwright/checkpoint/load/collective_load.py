@@ -21,7 +21,7 @@ from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.load.reading import read_boxes, reads_of
 from shardwright.checkpoint.load.replacement import OpenFiles, unless_replaced
 from shardwright.common.errors import Damaged
-from shardwright.engine import RankGroup, heartbeat as boards
+from shardwright.engine import RankGroup, heartbeat
 
 Identity = tuple[str, str]  #: the fingerprint and the place of a checkpoint that a rank has opened
 
@@ -68,7 +68,7 @@ def check_same_description(identities: Sequence[Identity], ranks: RankGroup) -> 
     ranks.check_equal([fingerprint for fingerprint, _ in identities], error)
 
 
-@boards.during(boards.LOAD)
+@heartbeat.during(heartbeat.LOAD)
 def read_state(
     checkpoint: Checkpoint,
     state: Mapping[str, Any],

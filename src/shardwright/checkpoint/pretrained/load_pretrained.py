@@ -37,7 +37,7 @@ from shardwright.engine import (
     OtherRankFailed,
     RankGroup,
     hash_of,
-    heartbeat as boards,
+    heartbeat,
     ranks_in_words,
     refuse_while_deferring,
     units_of,
@@ -66,7 +66,7 @@ class Loaded:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-@boards.during(boards.LOAD)
+@heartbeat.during(heartbeat.LOAD)
 def load_pretrained(
     model: nn.Module,
     path: str | os.PathLike[str] | Mapping[str, Tensor],

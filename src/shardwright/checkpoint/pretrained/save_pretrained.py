@@ -28,7 +28,7 @@ from shardwright.checkpoint.pretrained.key_maps import KeyMap
 from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
 from shardwright.checkpoint.storage.publishing import publish
-from shardwright.engine import OtherRankFailed, RankGroup, heartbeat as boards, units_of, whole_of
+from shardwright.engine import OtherRankFailed, RankGroup, heartbeat, units_of, whole_of
 
 
 def save_pretrained(
@@ -85,7 +85,7 @@ def save_pretrained(
 
 @torch.inference_mode(False)
 @torch.no_grad()
-@boards.during(boards.SAVE)
+@heartbeat.during(heartbeat.SAVE)
 def write_model(
     model: nn.Module,
     path: str | os.PathLike[str],

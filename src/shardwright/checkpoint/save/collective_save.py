@@ -25,10 +25,10 @@ from shardwright.checkpoint.storage.publishing import publish
 from shardwright.checkpoint.storage.save_names import file_of_rank, files_of_save
 from shardwright.checkpoint.storage.stores import Files, UnfinishedSave, unless_removed
 from shardwright.common.errors import Damaged
-from shardwright.engine import RankGroup, heartbeat as boards
+from shardwright.engine import RankGroup, heartbeat
 
 
-@boards.during(boards.SAVE)
+@heartbeat.during(heartbeat.SAVE)
 def write_state(
     path: Location,
     state: Mapping[str, Any],

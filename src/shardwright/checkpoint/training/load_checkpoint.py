@@ -43,7 +43,7 @@ from shardwright.checkpoint.training.open_checkpoint import StoredCheckpoint
 from shardwright.checkpoint.training.optimizers import OPTIMIZER, OptimizersToLoad, as_optimizers
 from shardwright.checkpoint.training.section_to_load import SectionToLoad
 from shardwright.common.errors import Damaged
-from shardwright.engine import RankGroup, heartbeat as boards, units_of
+from shardwright.engine import RankGroup, heartbeat, units_of
 
 
 def load_checkpoint(
@@ -176,7 +176,7 @@ def _sections(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> l
     return sections
 
 
-@boards.during(boards.LOAD)
+@heartbeat.during(heartbeat.LOAD)
 def _read(
     sections: Sequence[SectionToLoad], checkpoint: Checkpoint, arguments: _Arguments, ranks: RankGroup
 ) -> dict[str, dict[str, Any]]:

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.comm.division import Division
 from shardwright.engine.comm.groups import make_group
 from shardwright.engine.comm.meeting import meeting_of
-from shardwright.engine.comm.shared_memory import Exchange, SharedMemory
+from shardwright.engine.comm.shared_memory import Exchange, SharedMemoryCollectives
 from shardwright.engine.comm.streams import Streams, streams_for
 from shardwright.engine.compat.collectives import (
     AllgatherOptions,
@@ -117,7 +117,7 @@ class Communicator:
         self.device = device
         self.ranks = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
         self.world_size = len(self.ranks)
-        self.name = boards.group_name(self.ranks)  #: on boards
+        self.name = heartbeat.group_name(self.ranks)  #: on heartbeats
         self.rank = group.rank() if group is not None else 0
         self.streams = streams_for(device) if streams is None else streams
         # gloo's reduce-scatter is slow: an all-to-all and a local sum took 0.33 / 0.48 / 5.5 ms where it took
@@ -179,7 +179,7 @@ class Communicator:
                 mark = self.streams.mark("gather")
                 return Pending(self.streams, None, mark, keep=(outputs, inputs), finish=on_done)
             if self._gloo:
-                ways = self._gather_on_gloo, SharedMemory.gather
+                ways = self._gather_on_gloo, SharedMemoryCollectives.gather
                 return self._begin_on_host("gather", announce, *ways, (outputs, inputs), on_done)
             work = self.group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
         return Pending(
@@ -231,7 +231,7 @@ class Communicator:
                 for tensor in inputs:
                     tensor.div_(division.before)
             if self._gloo:
-                ways = self._scatter_on_gloo, SharedMemory.reduce_scatter
+                ways = self._scatter_on_gloo, SharedMemoryCollectives.reduce_scatter
                 return self._begin_on_host("reduce", announce, *ways, (outputs, inputs, division))
             assert self.group is not None
             options = self._scatter_options[division.average]
@@ -257,7 +257,7 @@ class Communicator:
             if division.before != 1.0:
                 tensor.div_(division.before)
             if self._gloo:
-                ways = self._sum_on_gloo, SharedMemory.all_reduce
+                ways = self._sum_on_gloo, SharedMemoryCollectives.all_reduce
                 return self._begin_on_host("all_reduce", announce, *ways, (tensor, division))
             work = self.group.allreduce(real_parts([tensor]), self._options_of_sums(division))
             return self._divided(work, "all_reduce", [tensor], division, None)

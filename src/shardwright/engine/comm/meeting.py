@@ -28,7 +28,7 @@ import torch.distributed as dist
 from shardwright.engine.comm import notices
 from shardwright.engine.comm.hall import Missing, packed, unpacked
 from shardwright.engine.comm.rounds import LEFT, ByGloo, Round, Way
-from shardwright.engine.comm.shared_memory import SharedMemory
+from shardwright.engine.comm.shared_memory import SharedMemoryCollectives
 from shardwright.engine.heartbeat import ranks_in_words
 
 _FAILURE = 2  #: index of the failure's number in such a record
@@ -223,7 +223,7 @@ class Meeting:
         )
         return True
 
-    def shared_memory(self) -> SharedMemory | None:
+    def shared_memory(self) -> SharedMemoryCollectives | None:
         """The collectives through shared memory, once all ranks have opened each other's pages; the same on every rank.
 
         Raises:

@@ -1,6 +1,6 @@
-"""Notes of collectives on the board, for those that torch's functions make and that are not called for each unit.
+"""Notes of collectives on the heartbeat, for those that torch's functions make and that are not called for each unit.
 
-Those of DTensor are on no board: a listener can hear of them.
+Those of DTensor are on no heartbeat: a listener can hear of them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.compat.dtensor import functional_collectives
 
 _names: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 def name_of(group: dist.ProcessGroup | None) -> str:
-    """The name of a group on boards. None: all ranks."""
+    """The name of a group on heartbeats. None: all ranks."""
     if group is None:
-        return boards.group_name(range(dist.get_world_size()))
+        return heartbeat.group_name(range(dist.get_world_size()))
     if group not in _names:
-        _names[group] = boards.group_name(dist.get_process_group_ranks(group))
+        _names[group] = heartbeat.group_name(dist.get_process_group_ranks(group))
     return _names[group]
 
 
@@ -40,15 +40,15 @@ def noted(
 
     ``begins``: False to wait for the end of one that was begun before.
     """
-    board = boards.current
-    if board is None:
+    beat = heartbeat.current
+    if beat is None:
         yield
         return
-    (board.enter if begins else board.await_result)(collective, name_of(group), nbytes, subject)
+    (beat.enter if begins else beat.await_result)(collective, name_of(group), nbytes, subject)
     try:
         yield
     finally:
-        board.leave()
+        beat.leave()
 
 
 DTENSOR = {
@@ -63,7 +63,7 @@ DTENSOR = {
 
 
 @contextmanager
-def hears_dtensor(listener: boards.Listener) -> Iterator[None]:
+def hears_dtensor(listener: heartbeat.Listener) -> Iterator[None]:
     """Inside the context ``listener`` hears of the collectives that DTensor begins and waits for, as of tensor
     parallelism. Not inside a graph of ``torch.compile``, which calls the operations themselves, and which must not be
     made inside the context. Several listeners may come and go in any order."""
@@ -80,7 +80,7 @@ def hears_dtensor(listener: boards.Listener) -> Iterator[None]:
                 setattr(functional_collectives, name, getattr(functional_collectives, name).operation)
 
 
-_listeners: list[boards.Listener] = []  #: of DTensor's collectives
+_listeners: list[heartbeat.Listener] = []  #: of DTensor's collectives
 
 
 class _Heard:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from shardwright.engine.comm import pages
 from shardwright.engine.comm.hall import RECORD, Hall, Missing, packed, unpacked
 from shardwright.engine.comm.pages import NOWHERE, Address
-from shardwright.engine.comm.shared_memory import SharedMemory
+from shardwright.engine.comm.shared_memory import SharedMemoryCollectives
 from shardwright.engine.compat.collectives import AllToAllOptions, backend_for, timeout_of
 from shardwright.engine.compat.modes import modes_are_active
 
@@ -183,7 +183,7 @@ class Way:
         self._ring = pages.new_ring()
         self._found: Hall | None = None  #: set when this rank has found all other rings
         self.hall: Hall | None = None
-        self._shared: SharedMemory | None = None
+        self._shared: SharedMemoryCollectives | None = None
         self._left: list[tuple[ByGloo, Any]] = []  #: rounds of a leaving rank, with their memory
         self.unshown: list[bytes] = []
 
@@ -194,11 +194,11 @@ class Way:
         return backend_for(group, self._device)
 
     @property
-    def shared_memory(self) -> SharedMemory | None:
+    def shared_memory(self) -> SharedMemoryCollectives | None:
         """The ranks' collectives, once they meet on pages; None: they go by gloo."""
         hall = self.hall if self._device.type == "cpu" and pages.data_comes_first() else None
         if self._shared is None and hall is not None and hall.has_room_for_data():
-            self._shared = SharedMemory(hall.posts(), timeout_of(self._backend))
+            self._shared = SharedMemoryCollectives(hall.posts(), timeout_of(self._backend))
         return self._shared
 
     def new_round(self, record: bytes) -> Round:

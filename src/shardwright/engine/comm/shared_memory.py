@@ -114,7 +114,12 @@ class Exchange:
     in_background = False
 
     def __init__(
-        self, copies: SharedMemory, number: int, segment: _PageRoom, sends: list[Send], read: ReadsData
+        self,
+        copies: SharedMemoryCollectives,
+        number: int,
+        segment: _PageRoom,
+        sends: list[Send],
+        read: ReadsData,
     ) -> None:
         self.number = number
         self._meeting = 0
@@ -187,7 +192,7 @@ def _check(pieces: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], ranks
             )
 
 
-class SharedMemory:
+class SharedMemoryCollectives:
     """Collectives of one group. Tensors are flat and contiguous.
 
     Attributes:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.base.home import Announcer
 from shardwright.engine.base.offload import Host
 from shardwright.engine.comm import Communicator, Division, GradientHook, Pending, plan_division
@@ -283,30 +283,30 @@ class Reduction:
     def _next(self, flight: Flight, after: Pending | None) -> None:
         """Issue the next collective, after another one, or after the computation so far."""
         comm = flight.comm = flight.todo.pop(0)
-        board = boards.current
-        if board is None:
+        beat = heartbeat.current
+        if beat is None:
             self._issue(flight, comm, after)
             return
-        board.enter(self._kind(comm), comm.name, flight.value.nbytes, self._owner.name)
+        beat.enter(self._kind(comm), comm.name, flight.value.nbytes, self._owner.name)
         try:
             self._issue(flight, comm, after)
         finally:
-            board.leave()
+            beat.leave()
 
     def _kind(self, comm: Communicator) -> str:
         return "all-reduce" if comm in self._ranks.replicas else "reduce-scatter"
 
     def _wait(self, flight: Flight, pending: Pending) -> None:
         """Wait for the last collective."""
-        board, comm = boards.current, flight.comm
-        if board is None or comm is None:
+        beat, comm = heartbeat.current, flight.comm
+        if beat is None or comm is None:
             pending.wait()
             return
-        board.await_result(self._kind(comm), comm.name, flight.value.nbytes, self._owner.name)
+        beat.await_result(self._kind(comm), comm.name, flight.value.nbytes, self._owner.name)
         try:
             pending.wait()
         finally:
-            board.leave()
+            beat.leave()
 
     def _issue(self, flight: Flight, comm: Communicator, after: Pending | None) -> None:
         value, whole = flight.value, flight.division

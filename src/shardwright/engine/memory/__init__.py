@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         resize as resize,
         slab_of as slab_of,
     )
-    from shardwright.engine.memory.trace import Recorder as Recorder
+    from shardwright.engine.memory.trace import LeaseRecorder as LeaseRecorder
 
 if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = door(__spec__)

@@ -10,7 +10,7 @@ from shardwright.engine.memory.plan import Item
 from shardwright.engine.memory.slab import DYNAMIC, Allocator, Slab
 
 
-class Recorder:
+class LeaseRecorder:
     """Passes leases to another allocator, and records when each slab was leased and released.
 
     Attributes:

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.comm import Communicator, HostFlag, Meeting, Unreached, new_failure, notices, separate
 from shardwright.engine.model.divergence import (
     CLIP,
@@ -188,8 +188,8 @@ class Agreement:
 
         ``detail``: the ``detail`` of the unit's :class:`Gather`.
         """
-        if boards.current is not None:
-            boards.current.enter("all-gather", comm.name, nbytes, self.model.names[number])
+        if heartbeat.current is not None:
+            heartbeat.current.enter("all-gather", comm.name, nbytes, self.model.names[number])
         if comm.exchanges:
             return lambda: self._agree(comm, GATHER, number, nbytes, detail)
         return None
@@ -206,7 +206,7 @@ class Agreement:
     def agree_on_missing(self, comm: Communicator, number: int, parameter: int) -> None:
         """Report that this rank has no values for a parameter of a unit, because others may be about to gather it."""
         if comm.exchanges:
-            with boards.inside("agreement before a gather", comm.name, 0, self.model.names[number]):
+            with heartbeat.inside("agreement before a gather", comm.name, 0, self.model.names[number]):
                 self._agree(comm, MISSING, number, parameter)
 
     @property
@@ -233,7 +233,7 @@ class Agreement:
                 self._last_meeting = comm.meeting, met + 1
             try:
                 if comm.exchanges:
-                    with boards.inside(_MEETINGS[event], comm.name, 0, self.model.names[number]):
+                    with heartbeat.inside(_MEETINGS[event], comm.name, 0, self.model.names[number]):
                         own = (0, 0) if facts is None or comm.group is None else facts.get(comm.group, (0, 0))
                         self._agree(comm, event, number, *own)
             except BaseException as error:
@@ -411,7 +411,7 @@ class Agreement:
         self.model.refuse(dict(zip(comm.ranks, records, strict=True)))
 
 
-#: The agreements that are no part of another collective, on boards.
+#: The agreements that are no part of another collective, on heartbeats.
 _MEETINGS = {
     END_FORWARD: "agreement at the end of forward",
     END_BACKWARD: "agreement at the end of backward",

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.base.visit import Visit
 from shardwright.engine.compat.modes import alone
 from shardwright.engine.compat.profiling import annotate
@@ -23,8 +23,8 @@ class Backward:
         unit: Unit = visit.unit
         if visit not in unit.activity.visits:
             root: Root = unit.root  # type: ignore[assignment]
-            if boards.current is not None:
-                boards.current.at(boards.BACKWARD, unit.name)
+            if heartbeat.current is not None:
+                heartbeat.current.at(heartbeat.BACKWARD, unit.name)
             with annotate("pre_backward", unit.weights.label), alone(root.device):
                 _enter(unit, visit)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.base.visit import Frame, Visit
 from shardwright.engine.compat.autograd import in_backward, next_sequence_number
 from shardwright.engine.compat.modes import alone
@@ -52,8 +52,8 @@ class Calls:
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit = self.unit
         root: Root = unit.root or _join(unit, module)  # type: ignore[assignment]
-        if boards.current is not None:
-            boards.current.at(boards.BACKWARD if in_backward() else boards.FORWARD, unit.name)
+        if heartbeat.current is not None:
+            heartbeat.current.at(heartbeat.BACKWARD if in_backward() else heartbeat.FORWARD, unit.name)
         with annotate("pre_forward", unit.weights.label):
             try:
                 return _before(unit, root, module, args, kwargs)
@@ -67,8 +67,8 @@ class Calls:
                 result = _after(unit, module, output)
             except CycleError as error:
                 raise CycleError(f"Unit {unit.name!r}: {error}") from None
-        if boards.current is not None and not in_backward():
-            _back_to_caller(boards.current, unit)
+        if heartbeat.current is not None and not in_backward():
+            _back_to_caller(heartbeat.current, unit)
         return result
 
     def forward_failed(self, depth: int) -> None:
@@ -78,17 +78,17 @@ class Calls:
         if root is not None:
             with alone(root.device):
                 _leave_failed(root, depth)
-        if boards.current is not None and not in_backward():
-            _back_to_caller(boards.current, self.unit)
+        if heartbeat.current is not None and not in_backward():
+            _back_to_caller(heartbeat.current, self.unit)
 
 
-def _back_to_caller(board: boards.Board | boards.Relay, unit: Unit) -> None:
+def _back_to_caller(beat: heartbeat.Heartbeat | heartbeat.Relay, unit: Unit) -> None:
     """Note that a call of a unit is over: the unit around it goes on, if there is one."""
     root = root_of(unit)
     if root is not None and root.visits.frames:
-        board.at(boards.FORWARD, root.visits.frames[-1].unit.name)
+        beat.at(heartbeat.FORWARD, root.visits.frames[-1].unit.name)
     else:
-        board.at(boards.OUTSIDE)
+        beat.at(heartbeat.OUTSIDE)
 
 
 def depth_of(unit: Unit) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.base.companion import companion_of
 from shardwright.engine.base.precision import refuse_gradient_dtypes
 from shardwright.engine.compat.autograd import increment_version
@@ -68,9 +68,9 @@ COUNTS_STEPS = "_shardwright_counts_steps"
 
 def count_step(roots: Collection[Root]) -> None:
     """Count a step of an optimizer with parameters of these models."""
-    if boards.current is not None and roots:
-        boards.current.count_step()
-    boards.at(boards.OUTSIDE)
+    if heartbeat.current is not None and roots:
+        heartbeat.current.count_step()
+    heartbeat.at(heartbeat.OUTSIDE)
     for root in roots:
         root.count_step()
 
@@ -81,7 +81,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
     Returns the models whose step count increases. A model of ``sw.optim.in_backward`` is not among them, since its
     remaining steps differ by rank. Nor is one if the step changes nothing, as torch's step that only makes state.
     """
-    boards.at(boards.OPTIMIZER)
+    heartbeat.at(heartbeat.OPTIMIZER)
     for each in list(roots):
         if each.begun_step is not None:
             each.notice_interrupted_step(optimizer)

@@ -17,7 +17,7 @@ import torch
 from shardwright.engine.base.settings import ModelOptions
 from shardwright.engine.compat.storages import prepare_to_swap_memory
 from shardwright.engine.extend.named_memories import OF_TORCH, NamedMemory, memories
-from shardwright.engine.memory import DYNAMIC, Allocator, Item, Plan, Planned, Recorder, Slab
+from shardwright.engine.memory import DYNAMIC, Allocator, Item, LeaseRecorder, Plan, Planned, Slab
 from shardwright.engine.memory.plan import aligned, fitting, most_at_once
 from shardwright.engine.unit.unit import Unit
 
@@ -49,7 +49,7 @@ class Pools:
         self._slots = depth + 1
         self._refs: list[weakref.ref[Unit]] = []
         self._outside: set[int] = set()  #: slabs without a slot, since they are leased too long
-        self._recorder: Recorder | None = None
+        self._recorder: LeaseRecorder | None = None
         self.trained = False  #: whether a backward has ended since the recording began
         self._stepped = False
         self._left = REPLANS
@@ -78,7 +78,7 @@ class Pools:
 
     def _record(self) -> None:
         self._stepped = self.trained = False
-        self._recorder = Recorder(self._base)
+        self._recorder = LeaseRecorder(self._base)
         self._use(self._recorder)
 
     def step(self) -> None:
@@ -104,7 +104,7 @@ class Pools:
             self.deviations += self.allocator.deviations
             self._record()
 
-    def _end_recording(self, recorder: Recorder) -> None:
+    def _end_recording(self, recorder: LeaseRecorder) -> None:
         self._check_pooled()  # again, as units' settings may have changed since the first call
         self.trace, slabs = recorder.record()
         if self.planned:

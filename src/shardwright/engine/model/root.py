@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.assembly.find import UNIT, own_modules
 from shardwright.engine.base.clock import Clock
 from shardwright.engine.base.home import Place
@@ -381,7 +381,7 @@ class _Task:
         try:
             with annotate("root_post_backward_callback"), alone(self._root.device):
                 self._root.end_backward()
-            boards.at(boards.OUTSIDE)
+            heartbeat.at(heartbeat.OUTSIDE)
         except BaseException:
             # The exception keeps this object alive, and code that handles the error may call the model.
             self._root.task = _no_task
@@ -470,7 +470,7 @@ _backwards: set[int] = set()  #: threads that run an outermost backward
 
 
 def _backward_failed(error: BaseException) -> None:
-    boards.at(boards.OUTSIDE)
+    heartbeat.at(heartbeat.OUTSIDE)
     # A device's thread of autograd may hold the callback for a moment longer. The next forward must not wait for that:
     # ranks that still took the model for one in backward would gather other units than the rest.
     only_one = len(_backwards) == 1

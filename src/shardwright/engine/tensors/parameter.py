@@ -32,12 +32,7 @@ from shardwright.engine.tensors.edits.unset import unmark
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
 from shardwright.engine.tensors.numbers.hooks import forget_hooks
 from shardwright.engine.tensors.ragged.tensor import RaggedTensor
-from shardwright.engine.tensors.rows.tensor import (
-    EDITED,
-    ShardedCopy,
-    ShardedTensor,
-    as_class,
-)
+from shardwright.engine.tensors.rows.tensor import EDITED, ShardedCopy, ShardedTensor, as_class
 from shardwright.engine.tensors.same_object import (
     BODY,
     HOLDS,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.settings import Transport
 from shardwright.engine.base.site import UnitSite
@@ -219,8 +219,8 @@ class Weights:
                 try:
                     self._flight = gather.begin(place, epoch), gather
                 finally:
-                    if boards.current is not None:
-                        boards.current.leave()
+                    if heartbeat.current is not None:
+                        heartbeat.current.leave()
         except (
             Exception
         ):  # out of memory or diverged ranks: no collective has begun; an interrupt may come later
@@ -237,14 +237,14 @@ class Weights:
         place = self.place
         assert place is not None
         pending, gather = flight
-        if boards.current is None:
+        if heartbeat.current is None:
             pending.wait()
         else:
-            boards.current.await_result("all-gather", gather.comm.name, gather.nbytes, place.name)
+            heartbeat.current.await_result("all-gather", gather.comm.name, gather.nbytes, place.name)
             try:
                 pending.wait()
             finally:
-                boards.current.leave()
+                heartbeat.current.leave()
         # Set first: after an interrupt it is waited for again.
         self.residence = change(self.residence, RESIDENT, self.site.owner)
         self.copies.current.slab.reveal()

@@ -6,8 +6,8 @@ from shardwright.common.doors import door
 
 if TYPE_CHECKING:
     from shardwright.planner.tracing.collective_times import time_collectives
-    from shardwright.planner.tracing.compiled import Graphs, hollow_graphs
-    from shardwright.planner.tracing.hollow import (
+    from shardwright.planner.tracing.compiled import Graphs, graphs_of_fakes
+    from shardwright.planner.tracing.fakes import (
         SMALL,
         AbsentDeviceError,
         UnknownValueError,
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     )
     from shardwright.planner.tracing.local import local_device
     from shardwright.planner.tracing.loop import plan
-    from shardwright.planner.tracing.recorder import Recorder
+    from shardwright.planner.tracing.recorder import ProgramRecorder
     from shardwright.planner.tracing.saving import trace_save
     from shardwright.planner.tracing.timing import Operation, Timer, noting
     from shardwright.planner.tracing.tracer import CPU, trace

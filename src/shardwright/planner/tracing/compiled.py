@@ -17,9 +17,16 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from shardwright.engine.compat import compile_by, donated_inputs, hide_from_dynamo, outside_dispatch_modes
-from shardwright.planner.tracing import hollow, recorder
-from shardwright.planner.tracing.fusion import Kernel, base_of, has_symbols, kernels_of, name_of, nodes_in
-from shardwright.planner.tracing.recorder import BY_LIFE, Recorder
+from shardwright.planner.tracing import fakes, recorder
+from shardwright.planner.tracing.fusion import (
+    FusedKernel,
+    base_of,
+    has_symbols,
+    kernels_of,
+    name_of,
+    nodes_in,
+)
+from shardwright.planner.tracing.recorder import BY_LIFE, ProgramRecorder
 
 #: Operations that run another one, which comes first, with the state of the generator that a recomputation needs; and
 #: those that check values, which a trace does not have.
@@ -45,7 +52,7 @@ class Graphs:
     """
 
     def __init__(self, on_cpu: bool) -> None:
-        self.events = Recorder()
+        self.events = ProgramRecorder()
         self.on_cpu = on_cpu
         self.for_several_shapes = False
 
@@ -65,8 +72,8 @@ class Graphs:
 
 
 @contextmanager
-def hollow_graphs(on_cpu: bool) -> Iterator[Graphs]:
-    """Inside the context torch.compile's own backend makes hollow graphs.
+def graphs_of_fakes(on_cpu: bool) -> Iterator[Graphs]:
+    """Inside the context torch.compile's own backend makes graphs of fake tensors.
 
     What was compiled before is forgotten, and so is afterwards what was compiled inside.
     """
@@ -80,7 +87,7 @@ def hollow_graphs(on_cpu: bool) -> Iterator[Graphs]:
 def _hide_tracing() -> None:
     """Let torch.compile not compile what runs here at each operation. Functions of ``kernels``, and hooks of modules in
     ``training``, are part of graphs."""
-    hide_from_dynamo(lambda: [__file__, *(file for file in (hollow.__file__, recorder.__file__) if file)])
+    hide_from_dynamo(lambda: [__file__, *(file for file in (fakes.__file__, recorder.__file__) if file)])
 
 
 class _OneByOne:
@@ -164,7 +171,7 @@ class _HollowGraph:
         """The value of a node: there, or a view of one that is."""
         return values[node] if node in values else self._run(node, values)
 
-    def _take(self, kernel: Kernel, name: str, values: dict[Node, Any]) -> None:
+    def _take(self, kernel: FusedKernel, name: str, values: dict[Node, Any]) -> None:
         """Take memory for the results of a kernel."""
         events = self._graphs.events
         for node in kernel.stored:
@@ -173,8 +180,8 @@ class _HollowGraph:
                 if node in kernel.places:
                     made = values[kernel.places[node]].view(like.shape)
                 else:
-                    made = hollow.untouched(tuple(like.shape), like.stride(), like.dtype)
-                if made.untyped_storage().nbytes() <= hollow.SMALL:
+                    made = fakes.untouched(tuple(like.shape), like.stride(), like.dtype)
+                if made.untyped_storage().nbytes() <= fakes.SMALL:
                     made.zero_()  # somebody may read it
             events.know(made, self._words[node], self._lines[node], BY_LIFE)
             events.contents.note_unknown(made)

@@ -45,7 +45,7 @@ _VIEWS = frozenset(
 )
 
 
-class Kernel(NamedTuple):
+class FusedKernel(NamedTuple):
     """A kernel of a graph.
 
     Attributes:
@@ -61,7 +61,7 @@ class Kernel(NamedTuple):
     places: Mapping[Node, Node]
 
 
-def kernels_of(nodes: Sequence[Node], donated: Set[Node], on_cpu: bool = False) -> list[Kernel]:
+def kernels_of(nodes: Sequence[Node], donated: Set[Node], on_cpu: bool = False) -> list[FusedKernel]:
     """The kernels of a graph, in the order in which they run.
 
     Args:
@@ -121,7 +121,7 @@ class _Kernels:
         ):
             self._stored.add(node)
 
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> list[FusedKernel]:
         groups: list[_Group] = []
         for node in self._nodes:
             if node in self._stored:
@@ -154,10 +154,10 @@ class _Kernels:
         after = _following(group, groups)
         return not any(other.bits & before for other in after)
 
-    def _kernel(self, group: list[Node], done: set[Node]) -> Kernel:
+    def _kernel(self, group: list[Node], done: set[Node]) -> FusedKernel:
         if group[0] not in self._stored:
             (node,) = group
-            return Kernel((node,), (), tuple(_inputs(node)), {})
+            return FusedKernel((node,), (), tuple(_inputs(node)), {})
         members = set(group)
         reads = {each: None for node in group for each in self._reads[node] if each not in members}
         # A result that only this kernel reads is not stored.
@@ -171,7 +171,7 @@ class _Kernels:
             place = self._place_of(node, members - set(stored), done)
             if place is not None and place not in places.values():
                 places[node] = place
-        return Kernel(tuple(self._inside(group)), tuple(stored), tuple(reads), places)
+        return FusedKernel(tuple(self._inside(group)), tuple(stored), tuple(reads), places)
 
     def _place_of(self, node: Node, removed: set[Node], done: set[Node]) -> Node | None:
         """The input whose memory a result takes: the first one as large that nobody else reads from now on.

@@ -1,4 +1,4 @@
-"""Plans of any training loop: a user's function runs on hollow tensors."""
+"""Plans of any training loop: a user's function runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import parse_devices
 from shardwright.planner.program import Program
 from shardwright.planner.speed import speed_of
-from shardwright.planner.tracing.hollow import A_VALUE, UnknownValueError
+from shardwright.planner.tracing.fakes import A_VALUE, UnknownValueError
 from shardwright.planner.tracing.local import local_device
 from shardwright.planner.tracing.tracer import trace
 from shardwright.planner.tracing.training import watch_training

@@ -32,7 +32,7 @@ from shardwright.planner.program import (
 )
 
 COMPUTE = "compute"  #: the computation's stream
-#: Groups that :meth:`Recorder.program` finds from the time for which a block lives.
+#: Groups that :meth:`ProgramRecorder.program` finds from the time for which a block lives.
 BY_LIFE = ""
 #: The same, of blocks that the engine takes.
 OF_ENGINE = "engine"
@@ -83,7 +83,7 @@ def _add(blocks: set[int], block: int | None) -> None:
         blocks.add(block)
 
 
-class Recorder:
+class ProgramRecorder:
     """The events so far.
 
     Attributes:

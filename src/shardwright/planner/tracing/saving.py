@@ -13,7 +13,7 @@ from shardwright.checkpoint import SHARED, Box, NestedState, StateTensor, state_
 from shardwright.engine import RaggedDTensor, RaggedTensor, RankGroup
 from shardwright.engine.compat import outside_dispatch_modes
 from shardwright.planner.program import HOST
-from shardwright.planner.tracing.recorder import Recorder
+from shardwright.planner.tracing.recorder import ProgramRecorder
 
 SMALL = 1 << 20  #: bytes up to which the first rank writes a tensor that every rank has whole
 ALIGNMENT = 64  #: bytes, of each part in the memory into which a save copies
@@ -22,7 +22,7 @@ DESCRIPTION = 224
 
 
 def trace_save(
-    recorder: Recorder,
+    recorder: ProgramRecorder,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     extra: Mapping[str, Any],

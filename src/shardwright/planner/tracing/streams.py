@@ -13,7 +13,7 @@ from shardwright.activations import HostPool, rounded
 from shardwright.engine import Host
 from shardwright.engine.comm import HostStreams
 from shardwright.planner.program import HOST
-from shardwright.planner.tracing.recorder import Recorder
+from shardwright.planner.tracing.recorder import ProgramRecorder
 
 CAPTURE = "capture"  #: the stream on which a CUDA graph is captured
 
@@ -24,7 +24,7 @@ class RecordedStreams(HostStreams):
     asynchronous = False
     captures = True
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder
         self._graphs = 0
 
@@ -80,7 +80,7 @@ class RecordedStreams(HostStreams):
 
 
 @contextmanager
-def memory_of_host(recorder: Recorder) -> Iterator[None]:
+def memory_of_host(recorder: ProgramRecorder) -> Iterator[None]:
     """Inside the context memory that the engine takes on the host of a device is apart from the device's.
 
     The host also computes what follows from tensors there, until the engine copies them to the device.
@@ -125,14 +125,14 @@ def memory_of_host(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def streams_of_torch(recorder: Recorder) -> Iterator[None]:
+def streams_of_torch(recorder: ProgramRecorder) -> Iterator[None]:
     """Inside the context the streams and events of ``torch.cpu``, which do nothing, are those of an accelerator.
 
     Torch's FSDP2 queues gathers and reductions on them.
     """
     streams: dict[str, Stream] = {}
 
-    class Event:
+    class RecordedEvent:
         number: int | None = None
 
         def record(self, stream: Stream | None = None) -> None:
@@ -154,12 +154,12 @@ def streams_of_torch(recorder: Recorder) -> Iterator[None]:
             self.name = name or f"torch {len(streams)}"
             streams[self.name] = self
 
-        def record_event(self, event: Event | None = None) -> Event:
-            event = event or Event()
+        def record_event(self, event: RecordedEvent | None = None) -> RecordedEvent:
+            event = event or RecordedEvent()
             event.record(self)
             return event
 
-        def wait_event(self, event: Event) -> None:
+        def wait_event(self, event: RecordedEvent) -> None:
             event.wait(self)
 
         def wait_stream(self, stream: Stream) -> None:
@@ -176,7 +176,12 @@ def streams_of_torch(recorder: Recorder) -> Iterator[None]:
         with nullcontext() if other is None else recorder.on(other.name):
             yield
 
-    replaced = {"Stream": Stream, "Event": Event, "current_stream": current_stream, "stream": stream}
+    replaced = {
+        "Stream": Stream,
+        "Event": RecordedEvent,
+        "current_stream": current_stream,
+        "stream": stream,
+    }
     before = {name: getattr(torch.cpu, name) for name in replaced}
     try:
         for name, value in replaced.items():

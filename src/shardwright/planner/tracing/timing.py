@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwright.engine.compat import TorchDispatchMode, dispatches, infers_shapes
 from shardwright.planner.program import AFTER_OPTIMIZER, HOST, OPTIMIZER, Kernel
-from shardwright.planner.tracing.recorder import Recorder
+from shardwright.planner.tracing.recorder import ProgramRecorder
 from shardwright.planner.work import work_of
 
 #: Bytes of the tensors among which repetitions change, so that they do not find all of them in a cache.
@@ -61,7 +61,7 @@ class Operation:
 
 
 @contextmanager
-def noting(recorder: Recorder, operations: dict[Kernel, Operation]) -> Iterator[None]:
+def noting(recorder: ProgramRecorder, operations: dict[Kernel, Operation]) -> Iterator[None]:
     """Inside the context each different kernel that the recorder notes gets its operation. Collectives are left out."""
     noted: list[Kernel] = []
     plain = recorder.kernel

@@ -1,4 +1,4 @@
-"""Runs code on hollow tensors, as on a device that is not there."""
+"""Runs code on fake tensors, as on a device that is not there."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shardwright.engine.compat import absent_ranks, watch_reads, watch_resizes
 from shardwright.engine.memory import Slab, observe
 from shardwright.init import draws_one_piece
 from shardwright.planner.cycles import without_collections
-from shardwright.planner.tracing.compiled import Graphs, hollow_graphs
-from shardwright.planner.tracing.hollow import (
+from shardwright.planner.tracing.compiled import Graphs, graphs_of_fakes
+from shardwright.planner.tracing.fakes import (
     SMALL,
     AbsentDeviceError,
-    Hollow,
+    FakeMemory,
     UnknownValueError,
     unallocated,
 )
 from shardwright.planner.tracing.kernels import kernels_of_cuda, reads_no_numbers
-from shardwright.planner.tracing.recorder import SLABS, Recorder, line_of, reader_of_value
+from shardwright.planner.tracing.recorder import SLABS, ProgramRecorder, line_of, reader_of_value
 from shardwright.planner.tracing.streams import RecordedStreams, memory_of_host, streams_of_torch
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 class _Slabs:
     """Says of blocks that they are slabs."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder
 
     def leased(self, slab: Slab) -> None:
@@ -60,16 +60,16 @@ def trace(
     kind: Literal["cpu", "cuda"] = "cuda",
     value: float | None = None,
     graphs: Graphs | None = None,
-) -> Iterator[Recorder]:
-    """Inside the context code runs as rank 0 of so many ranks, on hollow tensors on the CPU.
+) -> Iterator[ProgramRecorder]:
+    """Inside the context code runs as rank 0 of so many ranks, on fake tensors on the CPU.
 
     ``kind``: with "cuda" the engine queues work on streams, and functions run the kernels of a GPU. ``value``: as for
-    :class:`Hollow`. ``graphs``: of earlier traces of the same code, whose tensors had the same shapes.
+    :class:`FakeMemory`. ``graphs``: of earlier traces of the same code, whose tensors had the same shapes.
 
     Raises:
         AbsentDeviceError: inside the context, code uses a GPU.
     """
-    recorder = Recorder()
+    recorder = ProgramRecorder()
     forget_zeros()  # of an earlier trace, or this one would seem to need none
     with _naming_lines_that_use_gpus(), ExitStack() as stack:
         stack.enter_context(without_collections())  # one would free their blocks at a random event
@@ -89,11 +89,11 @@ def trace(
             stack.enter_context(kernels_of_cuda())
         stack.enter_context(watch_resizes(recorder.resized, unallocated))
         stack.enter_context(observe(_Slabs(recorder)))
-        hollow = Hollow(recorder, value, kind == "cuda")
-        stack.enter_context(watch_reads(hollow.check_read))
-        graphs = graphs or stack.enter_context(hollow_graphs(kind == "cpu"))
+        fakes = FakeMemory(recorder, value, kind == "cuda")
+        stack.enter_context(watch_reads(fakes.check_read))
+        graphs = graphs or stack.enter_context(graphs_of_fakes(kind == "cpu"))
         graphs.events = recorder
-        stack.enter_context(hollow)
+        stack.enter_context(fakes)
         yield recorder
 
 

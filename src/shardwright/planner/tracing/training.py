@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 from shardwright.engine import Unit, plain_tensors, units_of
 from shardwright.engine.compat import in_backward, local_of
 from shardwright.planner.program import AFTER_OPTIMIZER, OPTIMIZER
-from shardwright.planner.tracing.recorder import Recorder
+from shardwright.planner.tracing.recorder import ProgramRecorder
 
 SHOWN = 3
 """Parameters of a unit that are named."""
@@ -59,7 +59,7 @@ def watch_calls() -> Iterator[Calls]:
 
 
 @contextmanager
-def watch_training(recorder: Recorder, calls: Calls | None = None) -> Iterator[Training]:
+def watch_training(recorder: ProgramRecorder, calls: Calls | None = None) -> Iterator[Training]:
     """Inside the context phases are noted, and blocks get the names of the tensors and modules that need them."""
     training = Training(recorder)
     with ExitStack() as stack:
@@ -77,7 +77,7 @@ def watch_training(recorder: Recorder, calls: Calls | None = None) -> Iterator[T
 class Training:
     """The models and optimizers of a loop: modules that are called from outside, and optimizers that make a step."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder
         self._models: list[nn.Module] = []
         self._names: dict[nn.Module, str] = {}

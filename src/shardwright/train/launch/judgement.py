@@ -25,7 +25,7 @@ from shardwright.train.launch.resume import to_continue
 from shardwright.train.launch.signals import SIGNALS
 from shardwright.train.run.exits import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, Outcome, is_saved
 from shardwright.train.run.folder import RunFolder
-from shardwright.watching import Hang, Verdict
+from shardwright.watching import Diagnosis, Hang
 
 LOG_TAIL = 12
 """Lines of a failed rank's log that are shown."""
@@ -46,7 +46,7 @@ class EndOfRanks:
     hang: Hang | None = None
     """The launcher killed ranks because they did not go on."""
     steps: Mapping[int, int] = field(default_factory=dict)
-    """Steps that each rank had done, by its board. A rank without a board is missing."""
+    """Steps that each rank had done, by its heartbeat. A rank without a heartbeat is missing."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Evidence:
         return is_saved(self.folder)
 
     def done(self, rank: int) -> int | None:
-        """The steps that a rank had done, as it says itself, else as its board has it. None: not known."""
+        """The steps that a rank had done, as it says itself, else as its heartbeat has it. None: not known."""
         said = next((each.done for each in self.complaints if each.rank == rank), None)
         return self.ranks.steps.get(rank) if said is None else said
 
@@ -127,7 +127,7 @@ def _is_finished(evidence: Evidence) -> bool:
     )
 
 
-def end_of_hang(verdict: Verdict) -> Outcome:
+def end_of_hang(verdict: Diagnosis) -> Outcome:
     culprit = verdict.culprits[0] if len(verdict.culprits) == 1 else None
     return Outcome(TRY_AGAIN, f"the job hung: {verdict.reason}", culprit, verdict.lost, verdict.done)
 

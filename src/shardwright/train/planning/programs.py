@@ -1,6 +1,6 @@
 """From a configuration to the program of one rank's steps, without its devices and the other ranks.
 
-The trainer itself runs, on hollow tensors (``shardwright.planner.tracing``). So a plan has the model, the engine, the
+The trainer itself runs, on fake tensors (``shardwright.planner.tracing``). So a plan has the model, the engine, the
 losses and the optimizer of the run, and no second description of them.
 """
 
@@ -22,9 +22,9 @@ from shardwright.planner.tracing import (
     AbsentDeviceError,
     Calls,
     Graphs,
-    Recorder,
+    ProgramRecorder,
     UnknownValueError,
-    hollow_graphs,
+    graphs_of_fakes,
     trace,
     trace_save,
     watch_calls,
@@ -125,7 +125,7 @@ class _Search:
         key = _as_blocks_see_it(config), ranks, kind
         if self._shared is None or self._key != key:
             self.forget()
-            graphs = self._stack.enter_context(hollow_graphs(kind == "cpu"))
+            graphs = self._stack.enter_context(graphs_of_fakes(kind == "cpu"))
             self._key, self._shared = key, Shared(graphs, self._stack.enter_context(watch_calls()))
             return self._shared
         return self._shared._replace(is_old=True)
@@ -151,7 +151,7 @@ def _graphs_for(config: Config, ranks: int, kind: Literal["cpu", "cuda"]) -> Ite
     if _SEARCH.is_open:
         yield _SEARCH.shared(config, ranks, kind)
         return
-    with hollow_graphs(kind == "cpu") as graphs, watch_calls() as calls:
+    with graphs_of_fakes(kind == "cpu") as graphs, watch_calls() as calls:
         yield Shared(graphs, calls)
 
 
@@ -209,7 +209,7 @@ def traced_program(
     config: Config,
     ranks: int,
     kind: Literal["cpu", "cuda"] = "cuda",
-    watching: Callable[[Recorder], AbstractContextManager[object]] = lambda _: nullcontext(),
+    watching: Callable[[ProgramRecorder], AbstractContextManager[object]] = lambda _: nullcontext(),
     shared: Shared | None = None,
 ) -> Program:
     """The same program, from a trace of the whole job.
@@ -247,7 +247,7 @@ def _traced(
     config: Config,
     ranks: int,
     dataset: Dataset,
-    recorder: Recorder,
+    recorder: ProgramRecorder,
     kind: Literal["cpu", "cuda"],
     calls: Calls | None,
 ) -> Program:

@@ -1,4 +1,5 @@
-"""The ranks of a job write boards, and any rank that still runs detects a hang. ``watching`` has the rules for that.
+"""The ranks of a job write heartbeats, and any rank that still runs detects a hang. ``watching`` has the rules for
+that.
 
 Our launcher judges the ranks that it has started. Without it each rank has a thread that does.
 """
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.compat import call_before_compiling
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
@@ -20,19 +21,19 @@ from shardwright.train.launch.resume import to_continue
 from shardwright.train.parallel.rank_facts import rank_and_size
 from shardwright.train.run.exits import Outcome
 from shardwright.train.run.folder import RunFolder
-from shardwright.watching import BoardReader, Hang, Watcher, WatchSettings, start
+from shardwright.watching import Hang, HeartbeatReader, Watcher, WatchSettings, start
 
 KEY = "fault.stall_seconds"
 """The setting in messages."""
 
 
-def write_board(config: Config, rank: int, size: int, folder: Path) -> None:
-    """Write the board of a rank of our launcher until the process ends."""
+def write_heartbeat(config: Config, rank: int, size: int, folder: Path) -> None:
+    """Write the heartbeat of a rank of our launcher until the process ends."""
     if not config.fault.stall_seconds:
         return
-    board = _opened(rank, size)
-    atexit.register(boards.close_board)
-    Watcher(board, {rank: BoardReader(board)}, _settings(config, folder, judges=False))
+    beat = _opened(rank, size)
+    atexit.register(heartbeat.close_heartbeat)
+    Watcher(beat, {rank: HeartbeatReader(beat)}, _settings(config, folder, judges=False))
     _prepare(config)
 
 
@@ -66,13 +67,13 @@ def _framed(folder: RunFolder, text: str) -> str:
     return "\n".join([f"error: {text}", "the job has ended", *to_continue(folder, size)])
 
 
-def _opened(rank: int, size: int) -> boards.Board:
+def _opened(rank: int, size: int) -> heartbeat.Heartbeat:
     try:
-        return boards.open_board(rank, size)
+        return heartbeat.open_heartbeat(rank, size)
     except OSError as error:
         raise UserError(
-            f"{KEY}: expected room for a file of {boards.SIZE:,} bytes in {boards.folder_of_boards()}, found {error}; "
-            "make room, or set it to 0, which is no watch"
+            f"{KEY}: expected room for a file of {heartbeat.SIZE:,} bytes in {heartbeat.folder_of_heartbeats()}, found "
+            f"{error}; make room, or set it to 0, which is no watch"
         ) from error
 
 
@@ -87,4 +88,4 @@ def _settings(
 def _prepare(config: Config) -> None:
     """Let compilation take its time: later steps may compile again."""
     if config.train.compile != "none":
-        call_before_compiling(boards.be_patient)
+        call_before_compiling(heartbeat.be_patient)

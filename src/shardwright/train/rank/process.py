@@ -36,7 +36,7 @@ from shardwright.train.launch.relay import note_mistake
 from shardwright.train.parallel.rank_facts import collective_timeout, rank_and_size
 from shardwright.train.parallel.world import World, join_world
 from shardwright.train.rank.complaints import complaint_of
-from shardwright.train.rank.hang_watch import watched, write_board
+from shardwright.train.rank.hang_watch import watched, write_heartbeat
 from shardwright.train.rank.rendezvous import fresh_store
 from shardwright.train.rank.shared_folder import open_together
 from shardwright.train.rank.siblings import watch_start
@@ -131,7 +131,7 @@ def _planned(config: Config, run: OpenedRun, world: World, store: dist.Store) ->
 
 
 class LaunchedRank:
-    """A rank of our launcher, which gets its complaints, prints, judges the boards and writes exit.json."""
+    """A rank of our launcher, which gets its complaints, prints, judges the heartbeats and writes exit.json."""
 
     def __init__(self, launcher: int) -> None:
         self.launcher = launcher  #: its process
@@ -153,7 +153,7 @@ class LaunchedRank:
     def watch(
         self, config: Config, run: OpenedRun, world: World, store: dist.Store
     ) -> AbstractContextManager[None]:
-        write_board(config, world.rank, world.size, run.folder.path)
+        write_heartbeat(config, world.rank, world.size, run.folder.path)
         return nullcontext()
 
     def failed(self, complaint: Complaint) -> int:

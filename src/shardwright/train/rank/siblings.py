@@ -22,7 +22,7 @@ from shardwright.train.launch.judgement import end_of_hang
 from shardwright.train.launch.torchrun import agent_process
 from shardwright.train.rank.hang_watch import KEY
 from shardwright.train.run.exits import TRY_AGAIN, Outcome
-from shardwright.watching import STOPPED, STOPPED_AT_START, Looks, Processes, Verdict, judge_start
+from shardwright.watching import STOPPED, STOPPED_AT_START, Diagnosis, Looks, Processes, diagnose_start
 
 EVERY = 1.0
 """Seconds between two looks."""
@@ -55,7 +55,7 @@ def _watch(
     while stall_seconds and not ended.wait(EVERY):
         since = looks.note()
         seen = [processes.look(each, pid, since) for each, pid in _ranks(agent, command).items()]
-        verdict = judge_start(seen, min(STOPPED_AT_START, stall_seconds), KEY)
+        verdict = diagnose_start(seen, min(STOPPED_AT_START, stall_seconds), KEY)
         if verdict is None or rank != min(
             (each.rank for each in seen if each.process != STOPPED), default=rank
         ):
@@ -63,7 +63,7 @@ def _watch(
         _end(verdict, [each.pid for each in seen if each.rank in verdict.culprits], record)
 
 
-def _end(verdict: Verdict, pids: list[int], record: Callable[[Outcome], None]) -> None:
+def _end(verdict: Diagnosis, pids: list[int], record: Callable[[Outcome], None]) -> None:
     try:
         print(f"error: {verdict.text}", file=sys.stderr, flush=True)
         record(end_of_hang(verdict))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwright.activations import losses_of_tokens
 from shardwright.context import Split, shard, whole_samples
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.comm import noted
 from shardwright.engine.extend import ExtensionError
 from shardwright.train.config.catalog.records import of_sets
@@ -195,7 +195,7 @@ def _noise_for_zeros(model: nn.Module) -> Iterator[None]:
             own.copy_(values)
 
 
-@boards.during(boards.VALIDATION)
+@heartbeat.during(heartbeat.VALIDATION)
 @torch.no_grad()
 def validate(trainer: Trainer) -> Validation:
     """Mean loss over the validation samples, the same on each set, and the metrics of hooks over all samples. The
@@ -237,7 +237,7 @@ def _totals(trainer: Trainer, stream: Stream, names: Sequence[str]) -> Tensor:
     rounds = math.ceil(samples / (world.data_size * train.micro_batch))
     totals = torch.zeros(1 + len(names), 2, dtype=torch.float64, device=world.device)
     for number in range(rounds):
-        boards.at(boards.VALIDATION)
+        heartbeat.at(heartbeat.VALIDATION)
         first = (number * world.data_size + world.data_rank) * train.micro_batch
         # Every rank runs the same number of passes, as sharded engines must; beyond the end on samples that
         # do not count.
@@ -257,7 +257,7 @@ def _totals(trainer: Trainer, stream: Stream, names: Sequence[str]) -> Tensor:
     return totals
 
 
-@boards.during(boards.SAMPLE)
+@heartbeat.during(heartbeat.SAMPLE)
 @torch.no_grad()
 def sample_text(trainer: Trainer) -> Sample:
     """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.train.config import Config
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.data.samples.loader import Loader, Share, StepBatches
@@ -55,7 +55,7 @@ class Feed:
             )
         batches = 0
         while not (data := next(self._loader)).trained:
-            boards.at(boards.DATA)
+            heartbeat.at(heartbeat.DATA)
             batches += 1
         return data, Untrained(batches, position.samples, data.first) if batches else None
 

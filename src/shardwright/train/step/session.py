@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.comm import hears_dtensor
 from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import Config
@@ -212,7 +212,7 @@ def _run_steps(
         if done >= config.train.steps:
             return LoopEnd()
         with ExitStack() as stack:
-            stack.enter_context(boards.listening(trainer.clock))
+            stack.enter_context(heartbeat.listening(trainer.clock))
             if calls_dtensor(config) and trainer.world.device.type == "cpu":
                 stack.enter_context(hears_dtensor(trainer.clock))
             profile = stack.enter_context(StepProfile(trainer, folder, reports.reporter))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.activations import HostMemoryError
 from shardwright.checkpoint import seed_generators
-from shardwright.engine import RankGroup, heartbeat as boards
+from shardwright.engine import RankGroup, heartbeat
 from shardwright.optim import ParameterNorms
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Fault, StepInProgress, TrainerHook
@@ -291,7 +291,7 @@ class Trainer:
         """
         step = self.position.step + 1
         self._steps_begun += 1
-        boards.begin_step(step)
+        heartbeat.begin_step(step)
         ends_after = step + (on_device and self._goes_on_after(step))
         stop.take_effect_after(ends_after)
         data = self._next_data()
@@ -357,7 +357,7 @@ class Trainer:
                 repeat = detect.repeat_of(self.state, left_out)
             batch, kept = self.config.train.global_batch, self.config.fault.losses_kept
             self.position = self.position.after_step(batch, agreed.losses[0], kept)
-        boards.end_step(self.position.step + 1)
+        heartbeat.end_step(self.position.step + 1)
         self._leaves = agreed.signal != 0 or agreed.stops_early
         if started.number == 1 and self.config.train.compile == "none":
             finetuning.check_called(self.model)
@@ -367,7 +367,7 @@ class Trainer:
 
     def _next_data(self) -> StepData:
         """The data of the next step. The position moves over global batches without a trained token."""
-        boards.at(boards.DATA)
+        heartbeat.at(heartbeat.DATA)
         self.clock.to("data")
         started = time.perf_counter()
         data, untrained = self.feed.next(self.position)
@@ -384,7 +384,7 @@ class Trainer:
 
     def _compute_gradients(self, data: StepData) -> StepGradients:
         """Forward and backward, reduced and clipped."""
-        boards.at(boards.MODEL)
+        heartbeat.at(heartbeat.MODEL)
         arguments = self.losses.weights(data.counts), *data.tensors
         with (
             recipe.parallel_loss(self.world.dims),
@@ -393,7 +393,7 @@ class Trainer:
             if self.config.train.cuda_graph:  # which has forward inside
                 self.clock.to("backward")
             loss_sums = self._verified_if_due(*arguments)
-        boards.at(boards.CLIP)
+        heartbeat.at(heartbeat.CLIP)
         self.clock.to("optimizer")
         norm, norms = self.clip_gradients()
         self.clock.to("host")
@@ -418,7 +418,7 @@ class Trainer:
 
     def _step_optimizer(self, left_out: Tensor | None = None) -> None:
         """Step the optimizer. Its step changes nothing if `left_out`, on the device, is 1."""
-        boards.at(boards.OPTIMIZER)
+        heartbeat.at(heartbeat.OPTIMIZER)
         self.clock.to("optimizer")
         flagged: Any = self.optimizer
         if left_out is not None:
@@ -435,7 +435,7 @@ class Trainer:
     def _free_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.clock.to("host")
-        boards.at(boards.OUTSIDE)
+        heartbeat.at(heartbeat.OUTSIDE)
 
     def _verified_if_due(self, *tensors: Tensor) -> Tensor:
         """Forward and backward of a step; twice if it is verified."""
@@ -464,7 +464,7 @@ class Trainer:
                 torch.manual_seed(self.feed.seed(self.position, number))
             part = 0 if self.world.context is None else self.world.context.rank
             adapters.set_samples(self.model, self.feed.samples(self.position, number), part)
-            boards.at(boards.MODEL)
+            heartbeat.at(heartbeat.MODEL)
             with self.engine.gradient_sync(self.model, synchronise=reduced, last=last and completes):
                 to("forward")
                 sums = self.losses.sums(batch)
@@ -475,11 +475,11 @@ class Trainer:
 
     # -- between steps
 
-    @boards.during(boards.SAVE)
+    @heartbeat.during(heartbeat.SAVE)
     def save(self, saves: Saves, last: bool = False) -> None:
         saves.save(self.model, self.optimizer, self.position, last, self.hooks.state_dict())
 
-    @boards.during(boards.LOAD)
+    @heartbeat.during(heartbeat.LOAD)
     def load(self, folder: RunFolder, reporter: Reporter) -> LoadedRun:
         """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since.
 

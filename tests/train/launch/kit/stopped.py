@@ -16,7 +16,7 @@ from shardwright.train.rank import process
 
 VARIABLE = "STOPPED_AT_START"
 PLACES = ("run_rank", "start_together", "join_world", "open", "watch")
-"""In the order of a start. The last one opens the board."""
+"""In the order of a start. The last one opens the heartbeat."""
 
 
 def environment(number: int, place: str) -> dict[str, str]:

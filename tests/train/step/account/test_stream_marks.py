@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.comm.notes import hears_dtensor
 from shardwright.engine.comm.streams import HostStreams, streams_for, use_streams, watched
 from shardwright.engine.compat.dtensor import functional_collectives
@@ -162,7 +162,7 @@ def test_collectives_of_tensor_parallelism_are_noted(rank: int, world_size: int,
     notes = NotesOfStep(job, folder)
     parts = []
     for step in range(1, NOTED + 1):
-        with boards.listening(clock), hears_dtensor(clock) if step > 1 else nullcontext():
+        with heartbeat.listening(clock), hears_dtensor(clock) if step > 1 else nullcontext():
             clock.begin()
             notes.before_step(step)
             job.train_step(StopRequest())

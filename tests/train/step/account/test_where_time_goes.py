@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.train.errors import UserError
 from shardwright.train.launch.forecast import shortage_file
 from shardwright.train.parallel.checks import check_division
@@ -121,7 +121,7 @@ def test_a_trace_names_the_steps_that_it_has(
     path = RunFolder(run).profile(3, 4, 0)
     assert [int(name.split()[1]) for name in names_in(path) if name.startswith("step ")] == traced
     assert f"trace of steps {words}: {path}; open it" in capsys.readouterr().out
-    assert boards.current is None
+    assert heartbeat.current is None
 
 
 #: Settings beside a trace. Those of ranks need two.

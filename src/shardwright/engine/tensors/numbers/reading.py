@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.comm import Communicator, Unreached
 
 #: Time that a rank waits for the others. Ranks leave a backward together, so they come within this time.
@@ -101,7 +101,7 @@ def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> bool:
     if not comm.exchanges:
         return True
     try:
-        with boards.inside("agreement before a read", comm.name):
+        with heartbeat.inside("agreement before a read", comm.name):
             records = comm.exchange((READ, kind, 0, zlib.crc32(what.encode())), _limit(kind))
     except Unreached as error:
         raise RuntimeError(

@@ -33,11 +33,7 @@ from shardwright.engine.tensors.numbers.averaging import (
     note_recipe,
     recipe_of,
 )
-from shardwright.engine.tensors.numbers.hooks import (
-    cut_gradient,
-    refuse_loss_in_place,
-    tracked,
-)
+from shardwright.engine.tensors.numbers.hooks import cut_gradient, refuse_loss_in_place, tracked
 from shardwright.engine.tensors.numbers.reading import agree_to_read
 from shardwright.engine.tensors.ragged.compound import copied, has_other_lengths, part_as
 from shardwright.engine.tensors.ragged.numbers import (

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwright.train.data.samples.packing import Packing, Pieces
+from shardwright.train.data.samples.packing import Pieces, SamplePacking
 from shardwright.train.data.tokens.tokens import Tokens
 
 IGNORED = -100
@@ -56,7 +56,7 @@ class Rows:
         self._positions = np.zeros((rows, seq_len), np.int64) if separate else None
 
     def fill(
-        self, rows: NDArray[np.int64], tokens: Tokens, packing: Packing, samples: NDArray[np.int64]
+        self, rows: NDArray[np.int64], tokens: Tokens, packing: SamplePacking, samples: NDArray[np.int64]
     ) -> None:
         """Row rows[k] becomes sample samples[k]; int64 [k] each."""
         pieces = packing.pieces(samples)

@@ -1,4 +1,4 @@
-"""Packing: documents are cut and put together into samples of one length. Pure functions of document ends.
+"""SamplePacking: documents are cut and put together into samples of one length. Pure functions of document ends.
 
 Positions are the common measure. Position p of the row of tokens has input ids[p] and target ids[p + 1], so a document
 of n tokens has n - 1 positions whose target is its own. A sample has `seq_len` positions.
@@ -36,7 +36,7 @@ class Pieces(NamedTuple):
     another document, which a target must not cross into; otherwise as many."""
 
 
-class Packing(Protocol):
+class SamplePacking(Protocol):
     """Samples of `seq_len` positions, by number."""
 
     @property
@@ -128,7 +128,7 @@ class Packed:
         return Pieces(np.repeat(np.arange(len(samples)), counts), self.starts[index], lengths, lengths)
 
 
-def pack(tokens: Tokens, seq_len: int, packing: PackingName, *, separate: bool) -> Packing:
+def pack(tokens: Tokens, seq_len: int, packing: PackingName, *, separate: bool) -> SamplePacking:
     """Samples of `seq_len` positions out of documents.
 
     `separate`: no target crosses from a document into the next. The end token of a document is a target of that

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwright.train.data.samples.batch import Batch, Rows
 from shardwright.train.data.samples.mixing import Appended, GrowingOrder, Mixing, seed_of, slots_of
-from shardwright.train.data.samples.packing import Packing, Windows
+from shardwright.train.data.samples.packing import SamplePacking, Windows
 from shardwright.train.data.tokens.tokens import Tokens
 from shardwright.train.errors import UserError, counted
 
@@ -31,7 +31,7 @@ class Part:
     """Tokens and the samples made of them. Documents appended to a source are a part of their own."""
 
     tokens: Tokens
-    packing: Packing
+    packing: SamplePacking
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,9 +12,9 @@ from shardwright.train.data.sources.items import (
     SPAN,
     TOOLS,
     DataFiles,
+    FilePart,
     Item,
     Origin,
-    Span,
     check_keys,
     items_of,
     needed_keys,
@@ -27,7 +27,7 @@ BATCHES = 16 * SPAN  #: bytes of the record batches of an .arrow file that one s
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"  #: of a stream that was closed
 
 
-def spans(place: DataFile, source: DataFiles) -> Iterator[Span]:
+def spans(place: DataFile, source: DataFiles) -> Iterator[FilePart]:
     """Row groups of a .parquet file, and runs of record batches of an .arrow file."""
     if place.kind == ".parquet":
         yield from _row_groups(place, source)
@@ -35,7 +35,7 @@ def spans(place: DataFile, source: DataFiles) -> Iterator[Span]:
         yield from _runs(place, source)
 
 
-def read(span: Span, source: DataFiles) -> Iterator[Item]:
+def read(span: FilePart, source: DataFiles) -> Iterator[Item]:
     names = list(needed_keys(source).values())
     with ExitStack() as stack:
         if span.place.kind == ".parquet":
@@ -52,7 +52,7 @@ def read(span: Span, source: DataFiles) -> Iterator[Item]:
 # -- parquet -----------------------------------------------------------------------------------------------------------
 
 
-def _row_groups(place: DataFile, source: DataFiles) -> Iterator[Span]:
+def _row_groups(place: DataFile, source: DataFiles) -> Iterator[FilePart]:
     size_of(place)
     with ExitStack() as stack:
         file = _parquet(place, stack)
@@ -60,7 +60,7 @@ def _row_groups(place: DataFile, source: DataFiles) -> Iterator[Span]:
         for number in range(file.metadata.num_row_groups):
             group = file.metadata.row_group(number)
             nbytes = sum(group.column(each).total_compressed_size for each in range(group.num_columns))
-            yield Span(place, number, number + 1, nbytes)
+            yield FilePart(place, number, number + 1, nbytes)
 
 
 def _parquet(place: DataFile, stack: ExitStack) -> Any:
@@ -75,7 +75,7 @@ def _parquet(place: DataFile, stack: ExitStack) -> Any:
 
 
 def _parquet_batches(
-    span: Span, names: list[str], source: DataFiles, stack: ExitStack
+    span: FilePart, names: list[str], source: DataFiles, stack: ExitStack
 ) -> Iterator[tuple[int, Any]]:
     file = _parquet(span.place, stack)
     first = sum(file.metadata.row_group(number).num_rows for number in range(span.start))
@@ -95,7 +95,7 @@ def _parquet_batches(
 # -- arrow -------------------------------------------------------------------------------------------------------------
 
 
-def _runs(place: DataFile, source: DataFiles) -> Iterator[Span]:
+def _runs(place: DataFile, source: DataFiles) -> Iterator[FilePart]:
     size = size_of(place)
     with ExitStack() as stack:
         reader, count = _arrow(place, stack)
@@ -106,10 +106,10 @@ def _runs(place: DataFile, source: DataFiles) -> Iterator[Span]:
         for number, batch in enumerate(_each(reader, count, place), start=1):
             nbytes += batch.nbytes
             if nbytes >= BATCHES and not place.remote:
-                yield Span(place, start, number, nbytes)
+                yield FilePart(place, start, number, nbytes)
                 start, nbytes = number, 0
         if number > start:
-            yield Span(place, start, number, nbytes)
+            yield FilePart(place, start, number, nbytes)
 
 
 def _arrow(place: DataFile, stack: ExitStack) -> tuple[Any, int | None]:
@@ -138,7 +138,7 @@ def _each(reader: Any, count: int | None, place: DataFile) -> Iterator[Any]:
         yield batch
 
 
-def _arrow_batches(span: Span, stack: ExitStack) -> Iterator[tuple[int, Any]]:
+def _arrow_batches(span: FilePart, stack: ExitStack) -> Iterator[tuple[int, Any]]:
     reader, count = _arrow(span.place, stack)
     first = 0
     for number, batch in enumerate(_each(reader, count, span.place)):

@@ -18,9 +18,9 @@ from shardwright.train.data.sources.items import (
     Conversation,
     DataFiles,
     Document,
+    FilePart,
     Ids,
     Item,
-    Span,
 )
 from shardwright.train.data.sources.places import DataFile, locate
 from shardwright.train.errors import UserError
@@ -33,9 +33,9 @@ __all__ = [
     "Conversation",
     "DataFiles",
     "Document",
+    "FilePart",
     "Ids",
     "Item",
-    "Span",
     "documents",
     "places",
     "read",
@@ -74,12 +74,12 @@ def places(source: DataFiles) -> list[DataFile]:
     return result
 
 
-def spans(place: DataFile, source: DataFiles) -> Iterator[Span]:
+def spans(place: DataFile, source: DataFiles) -> Iterator[FilePart]:
     """The parts of a file, in order. Where they begin does not depend on who reads them."""
     yield from _reader(place).spans(place, source)
 
 
-def read(span: Span, source: DataFiles) -> Iterator[Item]:
+def read(span: FilePart, source: DataFiles) -> Iterator[Item]:
     """Items that begin in a span, in order."""
     yield from _reader(span.place).read(span, source)
 

@@ -42,7 +42,7 @@ class DataFiles:
 
 
 @dataclass(frozen=True)
-class Span:
+class FilePart:
     """A part of a file that one process reads: bytes, row groups, record batches or elements from start to stop."""
 
     place: DataFile

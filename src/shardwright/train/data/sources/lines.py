@@ -15,9 +15,9 @@ from shardwright.train.data.sources.items import (
     SPAN,
     DataFiles,
     Document,
+    FilePart,
     Item,
     Origin,
-    Span,
     cut,
     items_of,
     parts,
@@ -28,17 +28,17 @@ from shardwright.train.errors import UserError
 LONGEST_LINE = 1 << 28  #: bytes; a longer line is an error, so that memory stays bounded
 
 
-def spans(place: DataFile, source: DataFiles) -> Iterator[Span]:
+def spans(place: DataFile, source: DataFiles) -> Iterator[FilePart]:
     if place.kind == PYDOC:
-        yield Span(place, 0, 1, 500_000)
+        yield FilePart(place, 0, 1, 500_000)
         return
     size = size_of(place)
     for start in range(0, size, SPAN):
         stop = min(start + SPAN, size)
-        yield Span(place, start, stop, stop - start)
+        yield FilePart(place, start, stop, stop - start)
 
 
-def read(span: Span, source: DataFiles) -> Iterator[Item]:
+def read(span: FilePart, source: DataFiles) -> Iterator[Item]:
     if span.place.kind == PYDOC:
         yield from _pydoc()
         return
@@ -57,7 +57,7 @@ def _pydoc() -> Iterator[Item]:
 # -- .txt: one document ------------------------------------------------------------------------------------------------
 
 
-def _text(span: Span, stream: BinaryIO) -> Iterator[Item]:
+def _text(span: FilePart, stream: BinaryIO) -> Iterator[Item]:
     size = stream.seek(0, os.SEEK_END)
     start, stop = _boundary(span.start, size, stream), _boundary(span.stop, size, stream)
     if start == stop:
@@ -120,7 +120,7 @@ def _decoded(content: bytes, place: DataFile, offset: int, where: object = None)
 # -- .jsonl: a document per line ---------------------------------------------------------------------------------------
 
 
-def _rows(span: Span, source: DataFiles, stream: BinaryIO) -> Iterator[Item]:
+def _rows(span: FilePart, source: DataFiles, stream: BinaryIO) -> Iterator[Item]:
     """The rows whose lines begin in the span."""
     position = span.start
     if position:

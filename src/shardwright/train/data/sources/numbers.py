@@ -8,12 +8,12 @@ from typing import BinaryIO
 import numpy as np
 from numpy.lib import format as npy
 
-from shardwright.train.data.sources.items import SPAN, DataFiles, Ids, Item, Origin, Span
+from shardwright.train.data.sources.items import SPAN, DataFiles, FilePart, Ids, Item, Origin
 from shardwright.train.data.sources.places import DataFile, open_place, size_of
 from shardwright.train.errors import UserError
 
 
-def spans(place: DataFile, source: DataFiles) -> Iterator[Span]:
+def spans(place: DataFile, source: DataFiles) -> Iterator[FilePart]:
     nbytes = size_of(place)
     with open_place(place) as stream:
         count, dtype = _header(place, stream)
@@ -25,10 +25,10 @@ def spans(place: DataFile, source: DataFiles) -> Iterator[Span]:
         )
     for start in range(0, count, SPAN):
         stop = min(start + SPAN, count)
-        yield Span(place, start, stop, (stop - start) * dtype.itemsize)
+        yield FilePart(place, start, stop, (stop - start) * dtype.itemsize)
 
 
-def read(span: Span, source: DataFiles) -> Iterator[Item]:
+def read(span: FilePart, source: DataFiles) -> Iterator[Item]:
     with open_place(span.place) as stream:
         count, dtype = _header(span.place, stream)
         stream.seek(stream.tell() + span.start * dtype.itemsize)

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from shardwright.train.data.sources.documents import Span
+from shardwright.train.data.sources.documents import FilePart
 from shardwright.train.data.sources.places import DataFile
 from shardwright.train.data.tokens.encoding import EncodingJob, PartCounts, separator
 from shardwright.train.data.tokens.tokens import ENDS, IDS, TRAINED, Facts, FileDigest, FileFacts
@@ -39,7 +39,7 @@ class Assembly:
         self._ended = False  # the last document has ended, and its end is not written yet
         self._raw = False  # the last part was of a file of tokens
 
-    def add(self, span: Span, part: PartCounts, files: Sequence[Path]) -> None:
+    def add(self, span: FilePart, part: PartCounts, files: Sequence[Path]) -> None:
         if span.start == 0:
             self._begin_file(span.place)
         self._spelled += part.spelled

@@ -12,7 +12,15 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from shardwright.train.data.sources.documents import Conversation, DataFiles, Document, Ids, Item, Span, read
+from shardwright.train.data.sources.documents import (
+    Conversation,
+    DataFiles,
+    Document,
+    FilePart,
+    Ids,
+    Item,
+    read,
+)
 from shardwright.train.data.sources.places import PYDOC, DataFile
 from shardwright.train.data.tokens import chat
 from shardwright.train.data.tokens.tokenizers import Bytes, Tokenizer
@@ -65,14 +73,14 @@ def part_files(folder: Path, number: int) -> tuple[Path, Path, Path]:
     return folder / f"{number}.ids", folder / f"{number}.ends", folder / f"{number}.trained"
 
 
-def encode_span(job: EncodingJob, span: Span, folder: Path, number: int) -> PartCounts:
+def encode_span(job: EncodingJob, span: FilePart, folder: Path, number: int) -> PartCounts:
     """Write the tokens of a span to part files. Raises UserError where the data is damaged."""
     files = part_files(folder, number)
     with open(files[0], "wb") as ids, open(files[1], "wb") as ends, open(files[2], "wb") as trained:
         return _write(job, span, ids, ends, trained)
 
 
-def _write(job: EncodingJob, span: Span, ids: BinaryIO, ends: BinaryIO, trained: BinaryIO) -> PartCounts:
+def _write(job: EncodingJob, span: FilePart, ids: BinaryIO, ends: BinaryIO, trained: BinaryIO) -> PartCounts:
     tokens = documents = learnt = untrained = learnt_of_document = spelled = 0
     begins = ended = False
     empty = True
@@ -112,7 +120,7 @@ def separator(job: EncodingJob, place: DataFile) -> bytes:
     return b"\n\n" if place.kind == PYDOC else b"\n"
 
 
-def pieces(job: EncodingJob, span: Span) -> Iterator[EncodedPiece]:
+def pieces(job: EncodingJob, span: FilePart) -> Iterator[EncodedPiece]:
     """The items of a span as ids, in order."""
     for items in _batches(read(span, job.source)):
         if isinstance(items[0], Document):

@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from shardwright.train.data.sources.documents import Span
+from shardwright.train.data.sources.documents import FilePart
 from shardwright.train.data.tokens.encoding import EncodingJob, PartCounts, encode_span
 from shardwright.train.errors import UserError
 
@@ -30,8 +30,8 @@ _PROGRAM = (
 
 
 def encoded(
-    job: EncodingJob, spans: Iterable[Span], folder: Path, processes: int
-) -> Generator[tuple[Span, int, PartCounts], None, None]:
+    job: EncodingJob, spans: Iterable[FilePart], folder: Path, processes: int
+) -> Generator[tuple[FilePart, int, PartCounts], None, None]:
     """Each span in order with its number and what it gave; its part files are in the folder.
 
     Raises:
@@ -45,21 +45,21 @@ def encoded(
 
 
 def _in_processes(
-    job: EncodingJob, spans: Iterable[Span], folder: Path, processes: int
-) -> Generator[tuple[Span, int, PartCounts], None, None]:
+    job: EncodingJob, spans: Iterable[FilePart], folder: Path, processes: int
+) -> Generator[tuple[FilePart, int, PartCounts], None, None]:
     workers = [_Worker(job, folder) for _ in range(processes)]
     idle: SimpleQueue[_Worker] = SimpleQueue()
     for worker in workers:
         idle.put(worker)
 
-    def encode(number: int, span: Span) -> PartCounts:
+    def encode(number: int, span: FilePart) -> PartCounts:
         worker = idle.get()
         try:
             return worker.encode(number, span)
         finally:
             idle.put(worker)
 
-    running: deque[tuple[Span, int, Future[PartCounts]]] = deque()
+    running: deque[tuple[FilePart, int, Future[PartCounts]]] = deque()
     problem: UserError | None = None
     todo = enumerate(spans)
     pool = ThreadPoolExecutor(processes)
@@ -93,7 +93,7 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def encode(self, number: int, span: Span) -> PartCounts:
+    def encode(self, number: int, span: FilePart) -> PartCounts:
         try:
             pipe, answers = self._pipes()
             pickle.dump((number, span), pipe)

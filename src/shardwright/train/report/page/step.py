@@ -16,13 +16,13 @@ from shardwright.planner import (
     Alloc,
     Figures,
     Free,
+    Interval,
     Kernel,
     Peak,
     Phase,
     Program,
     Rates,
     Recording,
-    Span,
     Step,
     Work,
     record,
@@ -178,11 +178,11 @@ def differences(values: Sequence[int]) -> list[int]:
 
 
 def _streams(
-    kernels: Sequence[tuple[Kernel, Work]], spans: Sequence[Span], unit: float, most: int
+    kernels: Sequence[tuple[Kernel, Work]], spans: Sequence[Interval], unit: float, most: int
 ) -> dict[str, Any]:
     """The kernels of each stream. ``kernels``: a name and the kind of work. Of each stream for every span the kernel,
     the units since the span before, and those that it takes. A negative kernel -1 - k is several, the longest k."""
-    by_stream: dict[str, list[Span]] = {COMPUTE: []}
+    by_stream: dict[str, list[Interval]] = {COMPUTE: []}
     for span in spans:
         by_stream.setdefault(span.stream, []).append(span)
     names = Table()
@@ -203,7 +203,7 @@ def _streams(
     return {"streams": streams, "kernels": [list(each) for each in names.values]}
 
 
-def _joined(spans: Sequence[Span], unit: float, most: int) -> list[tuple[int, int, float, float]]:
+def _joined(spans: Sequence[Interval], unit: float, most: int) -> list[tuple[int, int, float, float]]:
     """Kernel, number of kernels, start and end. Short ones that follow each other closely are joined until there are
     few enough."""
     shown = [(each.number, 1, each.start, each.end) for each in spans]

@@ -19,8 +19,8 @@ PARTS: tuple[Part, ...] = ("forward", "backward", "optimizer", "communication", 
 
 
 class StepClock:
-    """The clock of a step on the CPU. It is a listener of the board: time in the engine's collectives is communication.
-    It also hears those of DTensor, as of tensor parallelism, unless blocks are compiled.
+    """The clock of a step on the CPU. It is a listener of the heartbeat: time in the engine's collectives is
+    communication. It also hears those of DTensor, as of tensor parallelism, unless blocks are compiled.
 
     Attributes:
         follow: called with each part that the trainer begins, while a profiler runs.
@@ -63,7 +63,7 @@ class StepClock:
         self.to("host")
         return self._at - self._started, self._seconds.copy()  # collectives between steps change the original
 
-    # -- a listener of the board ---------------------------------------------------------------------------------
+    # -- a listener of the heartbeat ----------------------------------------------------------------------------
 
     def at(self, phase: int, unit: str) -> None:
         pass
@@ -162,7 +162,7 @@ class DeviceClock(StepClock):
         parts["host"] += idle - data
         return seconds, parts
 
-    # -- a listener of the board: on a device the begin of a collective is no wait -----------------------------------
+    # -- a listener of the heartbeat: on a device the begin of a collective is no wait ------------------------------
 
     def enter(self, collective: str, group: str, nbytes: int, subject: str) -> None:
         pass

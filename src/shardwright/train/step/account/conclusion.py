@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.engine import heartbeat as boards, in_units
+from shardwright.engine import heartbeat, in_units
 from shardwright.engine.comm import noted
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.figures import gib
@@ -60,7 +60,7 @@ def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopE
     3. run.json, which has the status "finished" only now: until then a resume does the end of the run again.
     4. The terminal.
     """
-    boards.at(boards.END)
+    heartbeat.at(heartbeat.END)
     memory = largest_memory(trainer, reports.memory.peak)
     reports.memory.after_last_step()  # before the sample, which leases in another way
     sample = sample_text(trainer) if trainer.config.run.sample_tokens and not ended.signal else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shardwright as sw
-from shardwright.engine import heartbeat as boards, in_units
+from shardwright.engine import heartbeat, in_units
 from shardwright.engine.compat import dump_memory_history, record_memory_history
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
@@ -41,7 +41,7 @@ class MemorySnapshots(TrainerHook):
         if self._recorded is None:
             return
         path, self._recorded = self._folder.memory_history(self._recorded, self._rank), None
-        boards.be_patient()
+        heartbeat.be_patient()
         with writing(path):
             path.parent.mkdir(exist_ok=True)
             dump_memory_history(str(path))
@@ -75,7 +75,8 @@ class MemoryReporter(TrainerHook):
     def _report(self) -> str:
         """Write the memory report of this rank, and the plan if there is one, into the folder. Returns lines."""
         folder = self._folder
-        boards.be_patient()  # The other ranks begin the next step, and to import what draws the picture may take long.
+        # The other ranks begin the next step, and to import what draws the picture may take long.
+        heartbeat.be_patient()
         memory = sw.memory_report(self._trainer.model, self._trainer.optimizer)
         self._deviations = memory.deviations
         write_text(folder.memory_file, f"{memory}\n")

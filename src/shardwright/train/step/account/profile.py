@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.account.clock import Part
@@ -53,7 +53,7 @@ class StepProfile:
             self._profiler = Profiler(
                 self._trainer.world.device, lambda _: path, runs=self._is_chosen, warn=_warn
             )
-            boards.be_patient()  # to start takes seconds
+            heartbeat.be_patient()  # to start takes seconds
             self._profiler.__enter__()
             if self._profiler.runs:
                 self._trainer.clock.follow = self._begin_part
@@ -91,7 +91,7 @@ class StepProfile:
         self._trainer.clock.follow = None
         self._end_ranges()
         if profiler.runs:
-            boards.be_patient()  # to write takes seconds, and the other ranks wait in their next step
+            heartbeat.be_patient()  # to write takes seconds, and the other ranks wait in their next step
             profiler.stop()
         if profiler.files or not self._is_chosen:
             self._say_path()

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from shardwright.common.json_text import strict_json
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.comm import DTENSOR, hears_dtensor, streams_for, watched
 from shardwright.engine.memory import Slab, observe
 from shardwright.train.config import Config
@@ -83,7 +83,7 @@ class NotesOfStep(TrainerHook):
         self._steps += 1
         if self._steps == NOTED:
             self._began = time.perf_counter_ns()
-            self._stack.enter_context(boards.listening(self))
+            self._stack.enter_context(heartbeat.listening(self))
             self._stack.enter_context(observe(self))
             streams = streams_for(self._trainer.world.device)
             self._captures = lambda: streams.capturing
@@ -127,11 +127,11 @@ class NotesOfStep(TrainerHook):
                 (at, kind, number(unit, len(self._names)), number(name, len(self._names)), nbytes)
             )
 
-    # -- a listener of the board ---------------------------------------------------------------------------------
+    # -- a listener of the heartbeat ---------------------------------------------------------------------------------
 
     def at(self, phase: int, unit: str) -> None:
         self._phase_unit = unit
-        self._note(PHASE, unit, boards.PHASES[phase])
+        self._note(PHASE, unit, heartbeat.PHASES[phase])
 
     def enter(self, collective: str, group: str, nbytes: int, subject: str) -> None:
         self._unit, self._collective = self._unit_of(collective, subject), collective

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwright.checkpoint import AsyncCheckpoint, Damaged, remove_unfinished, replaces_checkpoints
-from shardwright.engine import RankGroup, heartbeat as boards
+from shardwright.engine import RankGroup, heartbeat
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.report.reporter import Reporter
@@ -221,7 +221,7 @@ class Saves:
     def _saved(self, step: int) -> None:
         self._conditions[step] = SOUND
         if self._note is not None:
-            with boards.during(boards.SAVE):
+            with heartbeat.during(heartbeat.SAVE):
                 self._note(step)
         self._delete_old(step)
 

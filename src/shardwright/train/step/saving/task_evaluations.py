@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from shardwright.engine import heartbeat as boards
+from shardwright.engine import heartbeat
 from shardwright.engine.comm import noted
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import Job, TrainerHook
@@ -273,7 +273,7 @@ def await_tasks(trainer: Trainer, evaluations: TaskEvaluations | None, stop: Sto
         limits.append(config.fault.stall_seconds / 4)
     goes_on, stops = 1.0, 0.0
     while goes_on and not stops:
-        boards.at(boards.END)
+        heartbeat.at(heartbeat.END)
         goes_on = float(evaluations is not None and evaluations.wait(min(limits)))
         stops = float(stop.signal_number is not None)
         states = torch.tensor([goes_on, stops], device=trainer.world.device)

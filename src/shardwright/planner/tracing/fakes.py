@@ -1,8 +1,8 @@
-"""Hollow tensors: real CPU tensors whose memory is never touched, so that real code runs for its allocations alone.
+"""Fake tensors: real CPU tensors whose memory is never touched, so that real code runs for its allocations alone.
 
-:class:`Hollow` is a dispatch mode. Views run as they are, because they touch no memory. Small tensors are computed, so
-that counts, tables and steps have their values. Everything else gets the shape of its result from the meta kernel, and
-a result without content. So addresses, storages, version counters and graph hooks are real ones.
+:class:`FakeMemory` is a dispatch mode. Views run as they are, because they touch no memory. Small tensors are computed,
+so that counts, tables and steps have their values. Everything else gets the shape of its result from the meta kernel,
+and a result without content. So addresses, storages, version counters and graph hooks are real ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwright.engine.compat import (
 )
 from shardwright.planner.program import ALL_PAIRS, CROSSING, HOST
 from shardwright.planner.tracing.kernels import META
-from shardwright.planner.tracing.recorder import BY_LIFE, OF_ENGINE, OTHER, Recorder, reader_of_value
+from shardwright.planner.tracing.recorder import BY_LIFE, OF_ENGINE, OTHER, ProgramRecorder, reader_of_value
 from shardwright.planner.tracing.workspaces import CUBLAS, PRODUCTS, TAKING, workspaces
 
 SMALL = 16384  #: bytes; tensors up to this size are computed
@@ -126,7 +126,7 @@ _FORMS: dict[Any, _Form] = {}
 _RESULTS: dict[Any, _Result | None] = {}
 
 
-class Hollow(TorchDispatchMode):
+class FakeMemory(TorchDispatchMode):
     """Inside the context, tensors on the CPU larger than ``SMALL`` have no content.
 
     Args:
@@ -139,7 +139,7 @@ class Hollow(TorchDispatchMode):
         UnknownValueError: inside the context, a program reads a value that was not computed.
     """
 
-    def __init__(self, recorder: Recorder, value: float | None = None, on_gpu: bool = False) -> None:
+    def __init__(self, recorder: ProgramRecorder, value: float | None = None, on_gpu: bool = False) -> None:
         super().__init__()
         self._on_gpu = on_gpu
         self._products_on: set[str] = set()  # streams that had a product
@@ -307,7 +307,7 @@ class Hollow(TorchDispatchMode):
             if shape is None:
                 made.append(None)
                 continue
-            # Sums of hollow numbers may be read, also a row of the step with a number for each of many ranks.
+            # Sums of fake numbers may be read, also a row of the step with a number for each of many ranks.
             if shape.nbytes <= (NUMBERS if shape.dtype == torch.float64 else SMALL):
                 tensor = torch.empty_strided(
                     shape.size, shape.stride, dtype=shape.dtype, device="cpu"
@@ -448,9 +448,9 @@ def unallocated(nbytes: int) -> torch.UntypedStorage:
 
 
 def map_large_blocks() -> None:
-    """Let the C library give back the addresses of hollow tensors when they are freed, for the rest of this process.
+    """Let the C library give back the addresses of fake tensors when they are freed, for the rest of this process.
 
-    glibc soon takes blocks of up to 32 MiB from the heap. Small objects then come to lie in the gaps between hollow
+    glibc soon takes blocks of up to 32 MiB from the heap. Small objects then come to lie in the gaps between fake
     tensors, which nobody touched before, so each trace of a search would make the process larger.
     """
     with suppress(AttributeError, OSError):  # of other C libraries

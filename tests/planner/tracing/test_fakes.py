@@ -1,4 +1,4 @@
-"""Hollow tensors: which values they have, which reads are refused, and which blocks a program gets."""
+"""FakeMemory tensors: which values they have, which reads are refused, and which blocks a program gets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwright.init import truncated
 from shardwright.optim import adamw8bit
 from shardwright.planner.program import Alloc, Free, Program
-from shardwright.planner.tracing.hollow import NUMBERS, SMALL, UnknownValueError
+from shardwright.planner.tracing.fakes import NUMBERS, SMALL, UnknownValueError
 from shardwright.planner.tracing.kernels import META
 from shardwright.planner.tracing.tracer import trace
 
