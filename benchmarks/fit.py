@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from benchmarks.two_ranks import RANKS, Measure, of_both, trainer_of
-from shardwright.engine.compat.private import local_of
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.planner.allocator import Rules
 from shardwright.planner.devices import Device, parse_devices
 from shardwright.planner.search import Found, Keys, fastest

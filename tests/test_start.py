@@ -47,7 +47,7 @@ import shardwright.engine.unit.uses, shardwright.engine.comm.meeting, shardwrigh
 hidden = [trace_rules.check_file(module.__file__).skipped for module in (
     sys.modules["shardwright.engine.unit.uses"],
     sys.modules["shardwright.engine.comm.meeting"],
-    sys.modules["shardwright.engine.compat.private"],
+    sys.modules["shardwright.engine.compat.autograd"],
     sys.modules["shardwright.engine.front.lending"],
 )]
 print(hidden)

@@ -33,7 +33,7 @@ import shardwright as sw
 from benchmarks.gpu_rows.failures import described, is_own, memory_of
 from benchmarks.gpu_rows.faults import FAULTS
 from shardwright.engine.comm.page_locks import locked_zeros
-from shardwright.engine.compat import private as _torch
+from shardwright.engine.compat import storages
 from shardwright.engine.tensors import ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -259,14 +259,16 @@ def versions(place: Place) -> Found:
 def exchange(place: Place) -> Found:
     """Planned memory exchanges two storages on the device, by torch's own method or else by a compiled function."""
     begun = time.monotonic()
-    _torch.prepare_to_swap_memory()
+    storages.prepare_to_swap_memory()
     seconds = time.monotonic() - begun
     one = torch.arange(64, dtype=torch.uint8, device=place.device)
-    memory = _torch.block_of(torch.full_like(one, 7), 64)
-    _torch.swap_memory(one.untyped_storage(), memory)
+    memory = storages.block_of(torch.full_like(one, 7), 64)
+    storages.swap_memory(one.untyped_storage(), memory)
     if one.tolist() != [7] * 64:
         raise AssertionError("two storages did not exchange their memory")
-    return {"found": "torch has its own" if _torch.SWAPS_MEMORY else f"compiled or loaded in {seconds:.1f} s"}
+    return {
+        "found": "torch has its own" if storages.SWAPS_MEMORY else f"compiled or loaded in {seconds:.1f} s"
+    }
 
 
 def page_locks(place: Place) -> Found:

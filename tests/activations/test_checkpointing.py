@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwright as sw
 from shardwright.activations.checkpointing import checkpoint_blocks
-from shardwright.engine.compat.private import TorchDispatchMode
+from shardwright.engine.compat.modes import TorchDispatchMode
 
 #: Things that a block does with the result of its first matrix product, which "ops" keeps.
 WRITES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -64,10 +64,10 @@ DEFECTS = [
     Defect(
         "codec of blocks",
         "blocks of one expert are counted on into the next",
-        "layout/blocks.py",
+        "engine/layout/blocks.py",
         "head = min(-first % rows, last - first)",
         "head = 0",
-        ("comm/test_coding.py",),
+        ("engine/comm/test_coding.py",),
     ),
     Defect(
         "codec of blocks",
@@ -347,7 +347,7 @@ DEFECTS = [
     Defect(
         "pools",
         "two slabs have one place at the same time",
-        "memory/planned.py",
+        "engine/memory/planned.py",
         "        busy = self._overlaps[i] & self._leased & ~(1 << i)\n",
         "        busy = 0\n",
         ("engine/test_memory.py", "memory"),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.compat.private import subclasses_dispatch
+from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.edits import average, check_same
 from tests.support import multirank
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.compat.private import subclasses_dispatch
+from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 

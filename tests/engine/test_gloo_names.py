@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
-from shardwright.engine.compat.private import subclasses_dispatch
+from shardwright.engine.compat.dtensor import subclasses_dispatch
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly
 from tests.support import multirank, world_mesh
 

@@ -18,7 +18,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.comm_hooks import PowerSGD
 from shardwright.engine.assembly.find import UNIT
-from shardwright.engine.compat.private import queue_callback
+from shardwright.engine.compat.autograd import queue_callback
 from shardwright.engine.model import root
 from tests.engine.kit.interrupts import Interrupt, interrupted_at
 from tests.engine.kit.meetings import fresh_meetings

@@ -238,7 +238,7 @@ def label(frame: FrameType | None) -> str:
     passed = (
         f"{SOURCES}/engine/front/module.py",
         f"{SOURCES}/engine/front/selected.py",
-        f"{SOURCES}/_torch.py",
+        f"{SOURCES}/engine/compat/autograd.py",
     )
     while frame is not None and frame.f_code.co_filename in passed:
         frame = frame.f_back
@@ -246,14 +246,16 @@ def label(frame: FrameType | None) -> str:
         return "model: autograd"
     path = frame.f_code.co_filename
     kind = "engine"
-    if not path.startswith(f"{SOURCES}/") or path.startswith(f"{SOURCES}/train/"):
+    if not path.startswith(f"{SOURCES}/") or path.startswith(
+        (f"{SOURCES}/train/", f"{SOURCES}/activations/")
+    ):
         kind = "model"
     elif path == f"{SOURCES}/engine/model/pools.py":
         kind = "block"
     elif path in (
-        f"{SOURCES}/comm/collectives.py",
-        f"{SOURCES}/comm/meeting.py",
-        f"{SOURCES}/comm/rounds.py",
+        f"{SOURCES}/engine/comm/collectives.py",
+        f"{SOURCES}/engine/comm/meeting.py",
+        f"{SOURCES}/engine/comm/rounds.py",
     ):
         kind = "transport"
     return f"{kind}: {os.path.basename(path)}:{frame.f_lineno} {frame.f_code.co_name}"

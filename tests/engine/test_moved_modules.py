@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
 import shardwright as sw
-from shardwright.engine.compat.private import subclasses_dispatch
+from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.models import full
 from tests.support import multirank
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardwright as sw
 from shardwright.engine.base.offload import Host
-from shardwright.engine.compat.private import local_of
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.optim import moves
 from shardwright.optim.host_state import HostState
 from tests.engine.kit.models import Model, build, shard

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.compat.private import subclasses_dispatch
+from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 

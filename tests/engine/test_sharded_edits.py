@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.engine.compat.private import subclasses_dispatch
+from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.edits import average, check_same, data, loss_of, mlp, outcome, step_both, twins
 from tests.engine.kit.models import full
 from tests.support import multirank

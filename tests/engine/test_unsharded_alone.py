@@ -14,7 +14,7 @@ import shardwright as sw
 from shardwright.engine.assembly.find import UNIT
 from shardwright.engine.front import whole
 from shardwright.engine.model.root import attach
-from shardwright.engine.tensors import reading
+from shardwright.engine.tensors.numbers import reading
 from tests.support import multirank
 
 #: Said by a rank whose model was called, and by one whose model was not.

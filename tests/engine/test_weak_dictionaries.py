@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from shardwright.engine.comm import Communicator, HostStreams
-from shardwright.engine.tensors import averaging
+from shardwright.engine.tensors.numbers import averaging
 from tests.engine.kit.models import build, loss_of, shard, tokens
 from tests.support import multirank
 

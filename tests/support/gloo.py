@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroupGloo
 
-_FILE = Path(__file__).parents[2] / "src/shardwright/engine/compat/private.py"
+_FILE = Path(__file__).parents[2] / "src/shardwright/engine/compat/collectives.py"
 _NAME = "tests.support.torch_alone"
 
 

@@ -12,7 +12,7 @@ from torch._C import _distributed_c10d
 
 import shardwright
 from shardwright.engine import heartbeat
-from shardwright.engine.compat.private import flight_entries
+from shardwright.engine.compat.collectives import flight_entries
 from shardwright.watching import flights
 from shardwright.watching.reading import HeartbeatReader
 

@@ -80,7 +80,8 @@ if TYPE_CHECKING:
     )
     from shardwright.engine.model.optimizer_states import parameters_of, zero_gradient
     from shardwright.engine.model.root import root_of
-    from shardwright.engine.tensors.mesh_order import ascends
+    from shardwright.engine.tensors.edits.unset import FILLING, unmark
+    from shardwright.engine.tensors.meshes import ascends
     from shardwright.engine.tensors.parameter import (
         DEFERRED,
         STANDS_FOR,
@@ -93,12 +94,11 @@ if TYPE_CHECKING:
         refuse_while_deferring,
         unit_of,
     )
-    from shardwright.engine.tensors.ragged import RaggedDTensor, RaggedTensor, part_of
-    from shardwright.engine.tensors.ragged_spec import RaggedSpec
+    from shardwright.engine.tensors.ragged.spec import RaggedSpec
+    from shardwright.engine.tensors.ragged.tensor import RaggedDTensor, RaggedTensor, part_of
+    from shardwright.engine.tensors.rows.tensor import as_sharded
     from shardwright.engine.tensors.same_object import TAKEN, count_of_objects, is_refused
-    from shardwright.engine.tensors.sharded_tensor import as_sharded
     from shardwright.engine.tensors.tensor_parallel import cut_dim
-    from shardwright.engine.tensors.unset import FILLING, unmark
     from shardwright.engine.unit.owning import settle, units_of
     from shardwright.engine.unit.unit import Unit
     from shardwright.engine.unit.uses import complete

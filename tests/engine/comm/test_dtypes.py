@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.engine.comm import Communicator, Division, collectives
-from shardwright.engine.compat.private import ReduceScatterOptions, reduce_scatter_of
+from shardwright.engine.compat.collectives import ReduceScatterOptions, reduce_scatter_of
 from tests.support import multirank
 from tests.support.sim import load, on_sim
 

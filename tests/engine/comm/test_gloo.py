@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.engine.compat.private import backend_for
+from shardwright.engine.compat.collectives import backend_for
 from shardwright.train.parallel.world import join_world
 from tests.support import multirank
 from tests.train.kit.jobs import tiny

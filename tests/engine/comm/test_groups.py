@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.engine.comm import make_group, make_mesh
-from shardwright.engine.compat.private import backend_for, set_group_timeout, timeout_of
+from shardwright.engine.compat.collectives import backend_for, set_group_timeout, timeout_of
 from tests.support import multirank
 
 

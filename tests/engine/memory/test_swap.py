@@ -126,10 +126,10 @@ TRAINING = """
 import copy, sys, tempfile
 import torch.distributed as dist
 import shardwright as sw
-from shardwright.engine.compat import private as _torch
+from shardwright.engine.compat import storages
 from tests.engine.kit.models import build, loss_of, tokens
 
-assert _torch.swap_memory.__module__ == "shardwright.engine.compat.private" and hasattr(_torch, "_exchange")
+assert storages.swap_memory.__module__ == storages.__name__ and hasattr(storages, "_exchange")
 dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tempfile.mkdtemp()}/store")
 
 

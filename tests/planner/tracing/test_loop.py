@@ -19,7 +19,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
-from shardwright.engine.compat.private import absent_ranks
+from shardwright.engine.compat.collectives import absent_ranks
 from shardwright.planner.program import ALL_PAIRS, Alloc, Kernel
 from shardwright.planner.tracing.fakes import AbsentDeviceError, UnknownValueError
 from shardwright.planner.tracing.loop import program_of_loop

@@ -18,7 +18,7 @@ from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
 from shardwright.engine.collective import RankGroup
-from shardwright.engine.compat.private import absent_ranks
+from shardwright.engine.compat.collectives import absent_ranks
 from shardwright.planner.devices import known_devices
 from shardwright.planner.program import SAVE, VALIDATION, Program
 from shardwright.planner.text import as_json

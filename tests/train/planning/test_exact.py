@@ -18,7 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.engine.base.offload import Host
 from shardwright.engine.comm.streams import use_streams
-from shardwright.engine.compat.private import in_backward, local_of
+from shardwright.engine.compat.autograd import in_backward
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.memory import Slab, observe
 from shardwright.planner.program import Phase, Program
 from shardwright.planner.tracing.recorder import ProgramRecorder

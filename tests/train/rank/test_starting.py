@@ -369,7 +369,7 @@ def test_the_launcher_imports_no_engine() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert not loaded & {
-        "shardwright.engine.compat.private",
+        "shardwright.engine.compat.probe",
         "shardwright.engine.front.api",
         "torch.distributed.tensor",
         "torch._dynamo",

@@ -17,7 +17,7 @@ from shardwright.engine.assembly.find import Owned, ShardPlacementFn, mesh_asked
 from shardwright.engine.base.offload import Offload
 from shardwright.engine.base.precision import PrecisionPolicy, gradient_dtypes, policy_for
 from shardwright.engine.base.site import UnitSite
-from shardwright.engine.compat.private import local_of
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.layout import GradientDtypes, Ragged, TensorSpec, UnitLayout, plan_unit
 from shardwright.engine.memory import Slab
 from shardwright.engine.tensors.cut import Cut, cut_alone, make_cut
@@ -29,7 +29,7 @@ from shardwright.engine.tensors.parameter import (
     has_no_values,
     in_place_view,
 )
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 from shardwright.engine.tensors.same_object import Exchanged
 from shardwright.engine.tensors.tensor_parallel import TensorParallel
 

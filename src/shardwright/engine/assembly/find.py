@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwright.engine.compat.private import local_of
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.tensors.extension import is_attached, is_extended
 from shardwright.engine.tensors.parameter import Managed, Slot, has_no_values, plain_of, unit_of
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.tensors.same_object import TAKEN, Taken
 from shardwright.engine.tensors.tensor_parallel import TensorParallel, cut_dim, parallel_of

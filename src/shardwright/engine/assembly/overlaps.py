@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwright.engine.assembly.find import UnitParameters
-from shardwright.engine.compat.private import storage_key, storage_use_count
+from shardwright.engine.compat.storages import storage_key, storage_use_count
 from shardwright.engine.tensors.parameter import Managed, plain_of
 from shardwright.engine.tensors.same_object import is_refused
 

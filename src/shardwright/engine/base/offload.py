@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.engine.comm import Streams
 from shardwright.engine.comm.page_locks import locked_zeros
-from shardwright.engine.compat.private import dtensor_of, foreach_copy_, local_of
+from shardwright.engine.compat.dtensor import dtensor_of, local_of
+from shardwright.engine.compat.tensors import foreach_copy_
 from shardwright.engine.memory import Owner, Slab
 from shardwright.engine.tensors.gathering import full_of
 

@@ -21,16 +21,16 @@ from shardwright.engine.comm.groups import make_group
 from shardwright.engine.comm.meeting import meeting_of
 from shardwright.engine.comm.shared_memory import Exchange, SharedMemoryCollectives
 from shardwright.engine.comm.streams import Streams, streams_for
-from shardwright.engine.compat.private import (
+from shardwright.engine.compat.collectives import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
     ReduceScatterOptions,
     all_gather_of,
     backend_for,
-    foreach_copy_,
     reduce_scatter_of,
 )
+from shardwright.engine.compat.tensors import foreach_copy_
 
 
 class Pending:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from shardwright.engine.comm.coding import copy_rows
 from shardwright.engine.comm.collectives import Communicator, Pending, in_turn
 from shardwright.engine.comm.division import Division
-from shardwright.engine.compat.private import all_gather_of, foreach_copy_
+from shardwright.engine.compat.collectives import all_gather_of
+from shardwright.engine.compat.tensors import foreach_copy_
 
 
 def _copy_of(comm: Communicator, kind: type[Communicator]) -> Any:

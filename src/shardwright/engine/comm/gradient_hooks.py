@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwright.engine.comm.block_codecs import is_block_codec
 from shardwright.engine.comm.codecs import Codec
-from shardwright.engine.compat.private import all_gather_single, local_of
+from shardwright.engine.compat.collectives import all_gather_single
+from shardwright.engine.compat.dtensor import local_of
 
 Steps = Generator[Any, None, torch.Tensor]
 

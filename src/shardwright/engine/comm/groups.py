@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwright.engine.compat.private import set_group_timeout, timeout_of_world, without_bound_device
+from shardwright.engine.compat.collectives import set_group_timeout, timeout_of_world, without_bound_device
 
 
 def make_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:

@@ -9,12 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright.engine.comm.collectives import Communicator
-from shardwright.engine.compat.private import (
-    backend_for,
-    make_symmetric,
-    prepare_to_swap_memory,
-    symmetric_pool,
-)
+from shardwright.engine.compat.collectives import backend_for
+from shardwright.engine.compat.storages import make_symmetric, prepare_to_swap_memory, symmetric_pool
 
 
 class RegisteredMemory:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.engine import heartbeat
-from shardwright.engine.compat.private import functional_collectives
+from shardwright.engine.compat.dtensor import functional_collectives
 
 _names: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 

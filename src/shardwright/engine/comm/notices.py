@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
-from shardwright.engine.compat.private import default_store
+from shardwright.engine.compat.collectives import default_store
 
 _LONGEST = 500  #: characters of an exception's text
 

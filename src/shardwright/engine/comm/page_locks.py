@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.compat.private import infers_shapes
+from shardwright.engine.compat.modes import infers_shapes
 
 LEAST = 1 << 16
 """Bytes below which torch's allocator is used, because a lock has a cost of its own and ends on a border of pages."""

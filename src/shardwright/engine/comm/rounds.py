@@ -22,7 +22,8 @@ from shardwright.engine.comm import pages
 from shardwright.engine.comm.hall import RECORD, Hall, Missing, packed, unpacked
 from shardwright.engine.comm.pages import NOWHERE, Address
 from shardwright.engine.comm.shared_memory import SharedMemoryCollectives
-from shardwright.engine.compat.private import AllToAllOptions, backend_for, modes_are_active, timeout_of
+from shardwright.engine.compat.collectives import AllToAllOptions, backend_for, timeout_of
+from shardwright.engine.compat.modes import modes_are_active
 
 LEFT = -1  #: first integer of the record of a rank that has left
 #: Time that a rank that has left keeps its connections open. Then the connections of the others fail.

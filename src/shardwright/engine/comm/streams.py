@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwright.engine.compat.private import NOTHING, override_stale_capture_streams
+from shardwright.engine.compat.autograd import override_stale_capture_streams
+from shardwright.engine.compat.modes import NOTHING
 
 
 class Streams(Protocol):

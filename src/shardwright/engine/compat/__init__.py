@@ -1,88 +1,109 @@
-"""Private names of torch, and differences between its versions. Nothing else imports a private name of torch."""
+"""Private names of torch, and differences between its versions.
+
+Nothing else imports a private name of torch. Each file has the names of one part of torch and looks them up when it is
+imported, so that a torch that lacks one is refused at once. Each other room of the engine imports from the file; other
+rooms import from this door.
+"""
 
 from typing import TYPE_CHECKING
 
 from shardwright.common.doors import door
 
 if TYPE_CHECKING:
-    from shardwright.engine.compat.private import (
-        DataParallelMeshDims,
-        MissingCompilerError,
-        OpOverload,
-        TorchDispatchMode,
-        absent_ranks,
-        all_gather_single,
-        allow_graphs,
-        alone,
-        another_client,
+    from shardwright.engine.compat.autograd import (
+        hook_of_checkpoint,
+        in_backward,
+        increment_version,
+        keeps_graph,
+        kept_results,
+        let_go_result,
+        number_of_next_node,
+        number_of_running_node,
+        saves_for_checkpoint,
+        share_gradient_hooks,
+        takes_hooks_of_saved_tensors,
+        was_let_go,
+    )
+    from shardwright.engine.compat.checkpoints import (
         boxes_to_load,
         boxes_to_save,
+        flatten_state_dict,
+        storage_info,
+    )
+    from shardwright.engine.compat.collectives import (
+        absent_ranks,
+        all_gather_single,
+        another_client,
+        default_store,
+        flight_entries,
+        ranks_by_group_name,
+        ranks_of_collective,
+        use_one_gloo_thread,
+    )
+    from shardwright.engine.compat.compiler import (
+        allow_graphs,
         call_before_compiling,
         compile_by,
         compiled_graphs,
-        default_store,
+        donated_inputs,
+        hide_from_dynamo,
+        log_errors_alone,
+        set_activation_memory_budget,
+        uncompiled,
+    )
+    from shardwright.engine.compat.dtensor import dtensor_of, local_of
+    from shardwright.engine.compat.fully_shard import DataParallelMeshDims
+    from shardwright.engine.compat.modes import (
+        TorchDispatchMode,
+        alone,
         disabled_torch_function,
         dispatches,
-        donated_inputs,
-        dtensor_of,
+        infers_shapes,
+        outside_dispatch_modes,
+        quick_attributes,
+    )
+    from shardwright.engine.compat.optimizers import (
+        muon_functions,
+        only_schedulers_wrap,
+        seen_by_schedulers,
+        step_hooks,
+        step_without_hooks,
+        tell_schedulers,
+    )
+    from shardwright.engine.compat.profiling import (
         dump_memory_history,
+        is_profiling,
+        record_memory_history,
+        synchronisation_events,
+    )
+    from shardwright.engine.compat.storages import (
+        MissingCompilerError,
+        has_expandable_segments,
+        prepare_to_swap_memory,
+        storage_class,
+        storage_key,
+        storage_use_count,
+        watch_resizes,
+    )
+    from shardwright.engine.compat.tensors import (
+        OpOverload,
         exchange,
         fill_truncated_normal,
-        flatten_state_dict,
-        flight_entries,
         foreach_clamp_,
         foreach_copy_,
         foreach_mul_,
         foreach_norm,
         generator_key,
-        has_expandable_segments,
-        hide_from_dynamo,
         hook_count,
-        hook_of_checkpoint,
-        in_backward,
-        increment_version,
-        infers_shapes,
         is_persistent,
-        is_profiling,
-        keeps_graph,
-        kept_results,
-        let_go_result,
-        local_of,
-        log_errors_alone,
-        muon_functions,
-        number_of_next_node,
-        number_of_running_node,
-        only_schedulers_wrap,
-        outside_dispatch_modes,
-        quick_attributes,
-        ranks_by_group_name,
-        ranks_of_collective,
-        record_memory_history,
-        saves_for_checkpoint,
-        seen_by_schedulers,
-        set_activation_memory_budget,
         set_data,
-        share_gradient_hooks,
-        step_hooks,
-        step_without_hooks,
-        storage_class,
-        storage_info,
-        storage_key,
-        storage_use_count,
-        synchronisation_events,
-        takes_hooks_of_saved_tensors,
-        tell_schedulers,
         tensor_without_memory,
         tree_flatten,
         tree_leaves,
         tree_map,
         tree_map_only,
         tree_unflatten,
-        uncompiled,
-        use_one_gloo_thread,
-        was_let_go,
         watch_reads,
-        watch_resizes,
     )
 
 if not TYPE_CHECKING:

@@ -58,13 +58,13 @@ ExchangeFunction = Callable[[int, int], int]
 
 
 class MissingCompilerError(RuntimeError):
-    """torch 2.11 cannot give storages other memory, and the function that could is not compiled."""
+    """Raised on torch 2.11, which cannot exchange memory of storages, if the function here cannot be compiled."""
 
 
 def load() -> ExchangeFunction:
-    """The compiled function, from the user's cache if it is there. It takes the addresses of two ``StorageImpl``.
+    """Return the compiled function, from the user's cache if it is there.
 
-    One process compiles, and the others of this user wait for it.
+    It takes the addresses of two ``StorageImpl``. One process compiles, and the others of this user wait for it.
 
     Raises:
         MissingCompilerError: there is no compiler, the compiler fails, or no folder can be written.
@@ -89,7 +89,7 @@ def load() -> ExchangeFunction:
 
 
 def cache_folder() -> Path:
-    """The user's cache folder for this, which exists and which nobody else may write.
+    """Return the user's cache folder for the compiled function. It exists, and nobody else may write into it.
 
     Raises:
         MissingCompilerError: no folder can be written.
@@ -128,7 +128,7 @@ def _function(library: Path) -> ExchangeFunction:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Inside, no other process of the user compiles. The system ends the lock of a process that dies."""
+    """Keep other processes of this user from compiling inside the context. The lock of a process that dies ends."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -36,7 +36,8 @@ from shardwright.engine.base.offload import offload_of
 from shardwright.engine.base.precision import as_precision
 from shardwright.engine.base.settings import Settings
 from shardwright.engine.comm import Communicator, Streams, make_mesh, streams_for
-from shardwright.engine.compat.private import DataParallelMeshDims, local_of, sharded_or_replicated_by_torch
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat.fully_shard import DataParallelMeshDims, sharded_or_replicated_by_torch
 from shardwright.engine.extend import NamedLayout, NamedMemory, NamedStrategy
 from shardwright.engine.extend.named_layouts import layout_of
 from shardwright.engine.extend.named_strategies import resolve

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwright.engine.assembly.find import own_modules
 from shardwright.engine.base.visit import Visit
-from shardwright.engine.compat.private import mark_fully_sharded, mark_managed, sharded_state_of
+from shardwright.engine.compat.fully_shard import mark_fully_sharded, mark_managed, sharded_state_of
 from shardwright.engine.model.backward import BACKWARD, Backward
 from shardwright.engine.model.calls import Calls, depth_of
 from shardwright.engine.model.root import Root, attach, root_of

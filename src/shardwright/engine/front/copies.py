@@ -21,13 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.engine.assembly.find import UNIT, ShardPlacementFn, ShardPlacementResult, find_parameters
 from shardwright.engine.comm import GradientHook
-from shardwright.engine.compat.private import local_of, unmark_fully_sharded
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat.fully_shard import unmark_fully_sharded
 from shardwright.engine.gradients.stepping import forget_stepped
 from shardwright.engine.model.calls import Calls
+from shardwright.engine.tensors.edits.unset import carry_mark, mark_of
 from shardwright.engine.tensors.extension import is_attached
 from shardwright.engine.tensors.parameter import ManagedParameter, become
-from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.engine.tensors.unset import carry_mark, mark_of
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 from shardwright.engine.unit.owning import remake, settle, take_over
 from shardwright.engine.unit.unit import Unit
 

@@ -26,7 +26,7 @@ from shardwright.engine.gradients.stepping import SteppedGradient
 from shardwright.engine.heartbeat import ranks_in_words
 from shardwright.engine.tensors.gathering import full_of
 from shardwright.engine.tensors.parameter import ManagedParameter, unit_of
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 from shardwright.engine.tensors.tensor_parallel import cut_dim
 from shardwright.engine.unit.owning import units_of
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.common.package import __version__
-from shardwright.engine.compat.private import TorchFSDPModule
+from shardwright.engine.compat.fully_shard import TorchFSDPModule
 from shardwright.engine.extend import NamedMemory
 from shardwright.engine.extend.named_strategies import strategies
 from shardwright.engine.front.module import FSDPModule

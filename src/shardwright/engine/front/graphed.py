@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwright.engine.assembly.find import UNIT
-from shardwright.engine.compat.private import has_expandable_segments
+from shardwright.engine.compat.storages import has_expandable_segments
 from shardwright.engine.model.root import Root, attach
 from shardwright.engine.unit.owning import settle
 from shardwright.engine.unit.unit import Unit

@@ -24,13 +24,9 @@ from shardwright.engine.comm import (
     SymmetricMemory,
     is_block_codec,
 )
-from shardwright.engine.compat.private import (
-    TorchFSDPModule,
-    called_by_split_backward,
-    called_by_torchs_fully_shard,
-    fsdp_classes,
-    hide_from_dynamo,
-)
+from shardwright.engine.compat.callers import called_by_split_backward, called_by_torchs_fully_shard
+from shardwright.engine.compat.compiler import hide_from_dynamo
+from shardwright.engine.compat.fully_shard import TorchFSDPModule, fsdp_classes
 from shardwright.engine.extend import NamedMemory
 from shardwright.engine.front.composable import ModuleState, introduce, state_of
 from shardwright.engine.front.copies import convert, deepcopy_module

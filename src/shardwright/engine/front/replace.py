@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from shardwright.engine.compat.private import fsdp2_modules, torchs_own
+from shardwright.engine.compat.fully_shard import fsdp2_modules, torchs_own
 from shardwright.engine.front.api import fully_shard
 from shardwright.engine.front.methods import register_fsdp_forward_method
 from shardwright.engine.front.module import FSDPModule, UnshardHandle, share_comm_ctx

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.engine.compat.private import local_of, storage_key
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat.storages import storage_key
 from shardwright.engine.extend import NamedMemory
 from shardwright.engine.gradients.stepping import SteppedGradient
 from shardwright.engine.memory import Plan, Planned

@@ -13,20 +13,19 @@ from typing import Any, cast
 
 import torch
 
-from shardwright.engine.compat.private import (
-    NOTHING,
+from shardwright.engine.compat.autograd import (
     in_backward,
-    is_transformed,
     leaf_of,
     post_accumulate_grad_hooks,
     set_grad,
     set_post_accumulate_grad_hooks,
     watch_backward,
 )
+from shardwright.engine.compat.modes import NOTHING, is_transformed
 from shardwright.engine.model.root import Root, roots, running_backward, selecting
 from shardwright.engine.tensors.parameter import STANDS_FOR, Managed, unit_of
-from shardwright.engine.tensors.ragged_numbers import Number, read_number
-from shardwright.engine.tensors.sharded_tensor import ShardedTensor, average_number, is_real
+from shardwright.engine.tensors.ragged.numbers import Number, read_number
+from shardwright.engine.tensors.rows.tensor import ShardedTensor, average_number, is_real
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete, reduces_now
 from shardwright.engine.weights.unready import explain, explain_stepped

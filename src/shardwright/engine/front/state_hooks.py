@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.engine.assembly.ties import load_of
 from shardwright.engine.base.precision import restore_buffers
-from shardwright.engine.compat.private import local_of, storage_key
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat.storages import storage_key
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import Managed, ShardedParameter, unit_of
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 from shardwright.engine.unit.owning import settle
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete

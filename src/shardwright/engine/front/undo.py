@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.engine.assembly.find import UnitParameters, own_modules
-from shardwright.engine.compat.private import local_of, rebind, set_class
+from shardwright.engine.compat.dtensor import local_of, rebind
+from shardwright.engine.compat.tensors import set_class
 from shardwright.engine.tensors.parameter import ManagedParameter, unit_of
 from shardwright.engine.tensors.same_object import Exchanged
 

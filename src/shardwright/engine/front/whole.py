@@ -17,12 +17,13 @@ from torch import nn
 from shardwright.engine.assembly.find import UNIT, own_modules
 from shardwright.engine.assembly.states import digest
 from shardwright.engine.base.offload import whole_of
-from shardwright.engine.compat.private import in_backward, local_of
+from shardwright.engine.compat.autograd import in_backward
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.model.divergence import UNSHARD
 from shardwright.engine.model.optimizer_hook import reduce_held
 from shardwright.engine.model.root import root_of
+from shardwright.engine.tensors.numbers.reading import FULL, agree_to_read_over
 from shardwright.engine.tensors.parameter import STANDS_FOR, Managed, ManagedParameter, Slot, unit_of
-from shardwright.engine.tensors.reading import FULL, agree_to_read_over
 from shardwright.engine.unit.owning import settle
 from shardwright.engine.unit.unit import Unit
 

@@ -14,20 +14,20 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright.engine.base.offload import Host, HostSlab
-from shardwright.engine.compat.private import (
+from shardwright.engine.compat.autograd import (
     gradient_hooks,
-    local_of,
     post_accumulate_grad_hooks,
-    quick_attributes,
-    storage_use_count,
     waits_for_other_gradients,
 )
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat.modes import quick_attributes
+from shardwright.engine.compat.storages import storage_use_count
 from shardwright.engine.gradients.packer import Packer
 from shardwright.engine.layout import Packing
 from shardwright.engine.memory import Owner, Slab
+from shardwright.engine.tensors.numbers.hooks import EngineHook, only_engine_hooks
 from shardwright.engine.tensors.parameter import ManagedParameter, is_cut_like
 from shardwright.engine.tensors.ranks import Ranks
-from shardwright.engine.tensors.summed import EngineHook, only_engine_hooks
 
 _gradient_of: Callable[[torch.Tensor], Any] = operator.attrgetter("grad")
 

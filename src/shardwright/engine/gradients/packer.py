@@ -13,7 +13,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from shardwright.engine.compat.private import chunk_cat, grad_of, quick_attributes, requires_grad_of, set_grad
+from shardwright.engine.compat.autograd import grad_of, requires_grad_of, set_grad
+from shardwright.engine.compat.modes import quick_attributes
+from shardwright.engine.compat.tensors import chunk_cat
 from shardwright.engine.layout import GradientPart, Packing, UnitLayout
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.tensors.ranks import Ranks

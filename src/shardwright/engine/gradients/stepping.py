@@ -11,7 +11,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwright.engine.compat.private import foreach_zero, make_wrapper, quick_attributes, tree_leaves
+from shardwright.engine.compat.modes import quick_attributes
+from shardwright.engine.compat.tensors import foreach_zero, make_wrapper, tree_leaves
 from shardwright.engine.tensors.parameter import ManagedParameter
 
 

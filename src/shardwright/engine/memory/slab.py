@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from shardwright.engine.compat.private import SWAPS_MEMORY, block_of, storage_key, swap_memory
+from shardwright.engine.compat.storages import SWAPS_MEMORY, block_of, storage_key, swap_memory
 
 
 @runtime_checkable

@@ -32,9 +32,9 @@ from shardwright.engine.model.divergence import (
     Record,
 )
 from shardwright.engine.model.headers import Headers
-from shardwright.engine.tensors import reading
-from shardwright.engine.tensors.averaging import check_values, values_replayed
-from shardwright.engine.tensors.reading import FULL
+from shardwright.engine.tensors.numbers import reading
+from shardwright.engine.tensors.numbers.averaging import check_values, values_replayed
+from shardwright.engine.tensors.numbers.reading import FULL
 from shardwright.engine.unit.unit import Unit
 
 

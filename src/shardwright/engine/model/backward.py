@@ -8,7 +8,8 @@ import torch
 
 from shardwright.engine import heartbeat
 from shardwright.engine.base.visit import Visit
-from shardwright.engine.compat.private import alone, annotate
+from shardwright.engine.compat.modes import alone
+from shardwright.engine.compat.profiling import annotate
 from shardwright.engine.model.root import Root
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import follow_requires_grad, issue, reduce

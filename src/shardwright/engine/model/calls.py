@@ -11,7 +11,10 @@ from torch import nn
 
 from shardwright.engine import heartbeat
 from shardwright.engine.base.visit import Frame, Visit
-from shardwright.engine.compat.private import address_of, alone, annotate, in_backward, next_sequence_number
+from shardwright.engine.compat.autograd import in_backward, next_sequence_number
+from shardwright.engine.compat.modes import alone
+from shardwright.engine.compat.profiling import annotate
+from shardwright.engine.compat.storages import address_of
 from shardwright.engine.model.backward import BACKWARD
 from shardwright.engine.model.root import Root, attach, root_of
 from shardwright.engine.tensors.parameter import FullParameter, plain_of

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from shardwright.engine.comm import LEFT, Communicator, notices
 from shardwright.engine.heartbeat import ranks_in_words
+from shardwright.engine.tensors.numbers.reading import KINDS, READ, refuse_divergence
 from shardwright.engine.tensors.ranks import Ranks
-from shardwright.engine.tensors.reading import KINDS, READ, refuse_divergence
 from shardwright.engine.unit.unit import Unit
 
 #: Next actions in the records that ranks exchange. The texts appear in errors.

@@ -15,13 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwright.engine import heartbeat
 from shardwright.engine.base.companion import companion_of
 from shardwright.engine.base.precision import refuse_gradient_dtypes
-from shardwright.engine.compat.private import (
-    increment_version,
-    quick_attributes,
-    storage_key,
-    subclasses_dispatch,
-    watch_zero_grad,
-)
+from shardwright.engine.compat.autograd import increment_version
+from shardwright.engine.compat.dtensor import subclasses_dispatch
+from shardwright.engine.compat.modes import quick_attributes
+from shardwright.engine.compat.optimizers import watch_zero_grad
+from shardwright.engine.compat.storages import storage_key
 from shardwright.engine.model.root import Root, root_of, roots
 from shardwright.engine.model.unfinished import BegunStep
 from shardwright.engine.tensors.parameter import (

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.compat.private import local_of, preserve_version_counters, watch_optimizer_states
+from shardwright.engine.compat.autograd import preserve_version_counters
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat.optimizers import watch_optimizer_states
 from shardwright.engine.tensors.parameter import Managed, unit_of
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from shardwright.engine.base.settings import ModelOptions
-from shardwright.engine.compat.private import prepare_to_swap_memory
+from shardwright.engine.compat.storages import prepare_to_swap_memory
 from shardwright.engine.extend.named_memories import OF_TORCH, NamedMemory, memories
 from shardwright.engine.memory import DYNAMIC, Allocator, Item, LeaseRecorder, Plan, Planned, Slab
 from shardwright.engine.memory.plan import aligned, fitting, most_at_once

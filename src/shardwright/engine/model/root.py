@@ -22,7 +22,9 @@ from shardwright.engine.base.home import Place
 from shardwright.engine.base.precision import cast_buffers
 from shardwright.engine.base.settings import ModelOptions
 from shardwright.engine.base.visit import Visit
-from shardwright.engine.compat.private import alone, annotate, queue_callback
+from shardwright.engine.compat.autograd import queue_callback
+from shardwright.engine.compat.modes import alone
+from shardwright.engine.compat.profiling import annotate
 from shardwright.engine.model.agreement import Agreement
 from shardwright.engine.model.divergence import END_BACKWARD, END_FORWARD
 from shardwright.engine.model.full_precision import check_agree, uses_full_precision

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.compat.private import local_of
+from shardwright.engine.compat.dtensor import local_of
 
 
 class BegunStep:

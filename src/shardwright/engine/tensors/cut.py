@@ -12,15 +12,15 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.compat.private import dtensor_of, local_of
+from shardwright.engine.compat.dtensor import dtensor_of, local_of
 from shardwright.engine.layout import RaggedSegment, Run, Segment, TensorSpec
 from shardwright.engine.memory import Slab
-from shardwright.engine.tensors import ragged
 from shardwright.engine.tensors.gathering import full_of
-from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.engine.tensors.ragged_spec import RaggedSpec
+from shardwright.engine.tensors.ragged import tensor as ragged
+from shardwright.engine.tensors.ragged.spec import RaggedSpec
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 from shardwright.engine.tensors.ranks import Ranks
-from shardwright.engine.tensors.sharded_tensor import as_sharded
+from shardwright.engine.tensors.rows.tensor import as_sharded
 from shardwright.engine.tensors.tensor_parallel import TensorParallel
 
 
@@ -30,30 +30,32 @@ class Cut(Protocol):
     shape: torch.Size  #: of the whole parameter
 
     def wrap(self, local: torch.Tensor) -> Any:
-        """``local`` as the sharded tensor of the parameter's ``shape``, without any communication."""
+        """Return ``local`` as the sharded tensor of the parameter's ``shape``, without any communication."""
 
     def part_of(self, source: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``source``, whole or sharded. Communicates only if ``source`` is sharded in another
-        way."""
+        """Return this rank's part of ``source``, whole or sharded.
+
+        Communicates only if ``source`` is sharded in another way.
+        """
 
     def of_full(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor that is full on this rank, as a view."""
+        """Return this rank's part of a tensor that is full on this rank, as a view."""
 
     def local_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
-        """This rank's part as a view of its flat shard, whose segment begins at ``offset``."""
+        """Return this rank's part as a view of its flat shard, whose segment begins at ``offset``."""
 
     def packed_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
-        """The same part as a view of gathered or reduced memory, in which its segment begins at ``offset``."""
+        """Return the same part as a view of gathered or reduced memory, in which its segment begins at ``offset``."""
 
     @property
     def repacks(self) -> bool:
         """Whether the shard has another order of elements than gathered and reduced memory."""
 
     def full_view(self, slab: Slab, run: Run) -> torch.Tensor:
-        """The full parameter as a view of the slab."""
+        """Return the full parameter as a view of the slab."""
 
     def pieces(self, local: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-        """This rank's part as boxes of the whole: the start of each box, and its memory as a view of ``local``."""
+        """Return this rank's part as boxes of the whole: each box's start, and its memory as a view of ``local``."""
 
 
 class RowCut:
@@ -194,7 +196,7 @@ def make_cut(
     segment: Segment | RaggedSegment,
     member: Any,
 ) -> Cut:
-    """The cut of a parameter that is a ``member`` of this segment."""
+    """Return the cut of a parameter that is a ``member`` of this segment."""
     chunk = max(segment.chunk, 1)  # 0 where all members are empty
     if isinstance(segment, RaggedSegment):
         offset = member.offset
@@ -205,7 +207,7 @@ def make_cut(
 
 
 def cut_alone(ranks: Ranks, spec: TensorSpec, parallel: TensorParallel | None, like: Cut) -> Cut:
-    """A cut of the same kind as ``like`` for another shape or dtype, until the memory of the unit is made again."""
+    """Return a cut like ``like`` for another shape or dtype, which serves until the unit's memory is made again."""
     if isinstance(like, RaggedCut):
         numel = math.prod(spec.shape)
         return RaggedCut(ranks, spec, parallel, max(-(-numel // ranks.parts), 1), 0, 0)

@@ -24,7 +24,7 @@ from shardwright.engine.tensors.ranks import Ranks
 
 
 def is_extended(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has the protocol. Raises if it has only one of the two methods."""
+    """Return whether the tensor has the protocol. Raises if it has only one of the two methods."""
     pre, post = hasattr(tensor, "fsdp_pre_all_gather"), hasattr(tensor, "fsdp_post_all_gather")
     if pre != post:
         there, lacking = ("pre", "post") if pre else ("post", "pre")
@@ -39,12 +39,12 @@ _PRE = "fsdp_pre_all_gather"
 
 
 def is_attached(tensor: torch.Tensor) -> bool:
-    """Whether this object has the protocol and its class does not."""
+    """Return whether this object has the protocol and its class does not."""
     return _PRE in tensor.__dict__ and not hasattr(type(tensor), _PRE)
 
 
 def any_attached(attributes: list[dict[str, Any]]) -> bool:
-    """Whether any of these objects has the protocol among its attributes."""
+    """Return whether any of these objects has the protocol among its attributes."""
     return any(attributes) and any(map(contains, attributes, repeat(_PRE)))
 
 
@@ -131,7 +131,7 @@ class Extension:
 
     @torch.no_grad()
     def finish(self, local: Any, shown: nn.Parameter) -> torch.Tensor | None:
-        """After the gather: fill ``shown``, or return the tensor for a new full parameter."""
+        """Fill ``shown`` after the gather, or return the tensor for a new full parameter."""
         for slab in self._slabs:
             slab.reveal()
         outputs = tuple(t.view(-1, *size[1:]) for t, size in zip(self._outputs, self._sizes, strict=True))

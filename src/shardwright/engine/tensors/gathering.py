@@ -14,12 +14,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwright.engine.compat.private import all_gather_single, dtensor_of, local_of, storage_key
+from shardwright.engine.compat.collectives import all_gather_single
+from shardwright.engine.compat.dtensor import dtensor_of, local_of
+from shardwright.engine.compat.storages import storage_key
 from shardwright.engine.memory import resize
 
 
 def gathers_plainly(tensor: DTensor) -> bool:
-    """Whether :func:`whole` can gather this tensor: its memory is on its groups' device, and it has no partial sums."""
+    """Return whether :func:`whole` can gather this tensor: it is on its groups' device and has no partial sums."""
     local = local_of(tensor)
     return (
         type(local) is torch.Tensor
@@ -30,21 +32,32 @@ def gathers_plainly(tensor: DTensor) -> bool:
 
 
 def whole(tensor: DTensor) -> torch.Tensor:
-    """The whole tensor, with graph, if :func:`gathers_plainly` allows it. Every rank of its mesh must call it."""
+    """Return the whole tensor, with graph, if it :func:`gathers_plainly`. Every rank of its mesh must call this."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         return _GatherWhole.apply(tensor)  # type: ignore[no-any-return]
     return _gather(tensor)
 
 
 def full_of(tensor: Any) -> torch.Tensor:
-    """``tensor.full_tensor()`` of any sharded tensor, with plain all-gathers if possible."""
+    """Return ``tensor.full_tensor()`` of any sharded tensor, with plain all-gathers if possible."""
     if isinstance(tensor, DTensor) and gathers_plainly(tensor):
         return whole(tensor)
     return tensor.full_tensor()  # type: ignore[no-any-return]
 
 
+@torch.no_grad()
+def gathered(tensor: DTensor) -> torch.Tensor:
+    """Return the whole tensor, without graph, on the device of its mesh. Every rank of the mesh must call this.
+
+    The local tensor may be offloaded to the host, but communication needs the device.
+    """
+    mesh = tensor.device_mesh
+    local = local_of(tensor).detach().to(torch.device(mesh.device_type))
+    return full_of(dtensor_of(local, mesh, tensor.placements, tensor.shape, tensor.stride()))
+
+
 def replicated(tensor: DTensor) -> DTensor:
-    """The whole tensor as a replicated DTensor, without graph."""
+    """Return the whole tensor as a replicated DTensor, without graph."""
     mesh, full = tensor.device_mesh, _gather(tensor)
     return dtensor_of(full, mesh, (Replicate(),) * mesh.ndim, tensor.shape, full.stride())
 
@@ -80,7 +93,10 @@ def _gather(tensor: DTensor) -> torch.Tensor:
 
 
 def _sizes_before(tensor: DTensor, coordinate: Sequence[int]) -> list[int]:
-    """For each mesh axis: the size of its sharded dimension on this rank after the axes on its left have cut it."""
+    """Return for each mesh axis the size of its sharded dimension on this rank before the axis cuts it.
+
+    The axes on its left have cut the dimension then.
+    """
     shape, sizes = list(tensor.shape), []
     for axis, placement in enumerate(tensor.placements):
         if not isinstance(placement, Shard):
@@ -114,7 +130,7 @@ def _gather_axis(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axi
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor. Dimensions of one element may have any stride."""
+    """Return the bytes of a contiguous tensor. Dimensions of one element may have any stride."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -12,7 +12,7 @@ _UNITS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 #: Set on a view of a sharded parameter: the local tensor whose counter increases with edits of the view.
 EDITED = "_edited"
 #: Set on a result of operations on sharded tensors: a weak reference to the local tensor of the first parameter.
-_ORIGIN = "_origin"
+ORIGIN = "_origin"
 
 
 def remember(unit: Any, sharded: Any) -> None:
@@ -22,7 +22,7 @@ def remember(unit: Any, sharded: Any) -> None:
 
 
 def parameter_of(key: Any) -> str:
-    """``'weight' of unit 'Linear'``, of the parameter with this local tensor or this ragged spec; or nothing."""
+    """Return ``'weight' of unit 'Linear'`` for the local tensor or the ragged spec of that parameter, else nothing."""
     unit: Any = _UNITS.get(id(key))
     for p in unit.parameters if unit is not None else ():
         if any(key is each for each in _keys(p.sharded)):
@@ -32,21 +32,21 @@ def parameter_of(key: Any) -> str:
 
 def note_origin(made: Any, source: Any) -> None:
     """Register the parameter behind the sharded tensor ``source`` as that of its result ``made``."""
-    made.__dict__[_ORIGIN] = _origin_of(source)
+    made.__dict__[ORIGIN] = _origin_of(source)
 
 
 def parameter_behind(tensor: Any) -> str:
-    """As :func:`parameter_of`, of the parameter from which a sharded tensor was viewed or computed."""
+    """Return what :func:`parameter_of` says of the parameter from which a sharded tensor was viewed or computed."""
     return parameter_of(_origin_of(tensor)())
 
 
 def _origin_of(tensor: Any) -> Any:
-    known = tensor.__dict__.get(_ORIGIN)
+    known = tensor.__dict__.get(ORIGIN)
     return known if known is not None else weakref.ref(tensor.__dict__.get(EDITED, tensor._local_tensor))
 
 
 def gathered_dtype(key: Any) -> Any:
-    """The dtype in which modules compute with the parameter of this local tensor, if its unit is gathered now."""
+    """Return the dtype in which modules compute with the parameter of this local tensor, or None between its uses."""
     unit: Any = _UNITS.get(id(key))
     if unit is None or not unit.weights.gathered:
         return None

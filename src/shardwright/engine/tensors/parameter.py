@@ -17,25 +17,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.compat.private import (
+from shardwright.engine.compat.autograd import grad_of, set_grad
+from shardwright.engine.compat.callers import (
     called_by_compiler,
     called_by_parameter,
     called_by_split_backward,
-    dispatches,
-    grad_of,
-    is_made_of_tensors,
-    local_of,
-    moved_into,
-    rebind,
-    set_class,
-    set_grad,
-    storage_key,
-    tree_leaves,
 )
-from shardwright.engine.tensors.averaging import OWN, RECIPE
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat.modes import dispatches
+from shardwright.engine.compat.storages import storage_key
+from shardwright.engine.compat.tensors import is_made_of_tensors, moved_into, set_class, tree_leaves
 from shardwright.engine.tensors.cut import Cut
+from shardwright.engine.tensors.edits.unset import unmark
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.numbers.hooks import forget_hooks
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
+from shardwright.engine.tensors.rows.tensor import EDITED, ShardedCopy, ShardedTensor, as_class
 from shardwright.engine.tensors.same_object import (
     BODY,
     HOLDS,
@@ -47,15 +44,7 @@ from shardwright.engine.tensors.same_object import (
     full_class,
     keep_object,
 )
-from shardwright.engine.tensors.sharded_tensor import (
-    BESIDE_PLAIN,
-    EDITED,
-    ShardedCopy,
-    ShardedTensor,
-    as_class,
-)
-from shardwright.engine.tensors.summed import forget_hooks
-from shardwright.engine.tensors.unset import unmark
+from shardwright.engine.tensors.sharded import OF_THIS_TENSOR, Sharded
 
 #: Set on a sharded parameter: a weak reference to its unit.
 UNIT_OF = "_shardwright_unit_of"
@@ -69,20 +58,16 @@ _NOT_COPIED = {
     UNIT_OF,
     TAKEN,
     STANDS_FOR,
-    EDITED,
-    OWN,
-    RECIPE,
-    BESIDE_PLAIN,
+    *OF_THIS_TENSOR,
     "_is_param",
     *BODY,
 }  #: attributes of a parameter that its sharded and full forms do not get
 
 
-class Managed(torch.Tensor):
+class Managed(Sharded):
     """A sharded parameter. It knows its unit, so that assignments to ``.data`` reach the unit."""
 
     __slots__ = ()
-    _copy: Callable[[], torch.Tensor]  #: makes an alias without graph and without a unit
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -140,7 +125,7 @@ class ShardedParameter(Managed, ShardedTensor):  # type: ignore[metaclass]
         plain = nn.Parameter(self._as_dtensor(), requires_grad=self.requires_grad)
         return plain.__reduce_ex__(protocol)
 
-    def _copy(self) -> torch.Tensor:
+    def _copy(self) -> DTensor:
         return self._as_dtensor(clone=True)
 
 
@@ -152,9 +137,6 @@ class RaggedParameter(Managed, RaggedTensor):  # type: ignore[misc]
     @staticmethod
     def __tensor_unflatten__(*parts: Any) -> RaggedTensor:
         return as_class(RaggedParameter, RaggedTensor.__tensor_unflatten__(*parts))  # type: ignore[no-any-return]
-
-    def _copy(self) -> torch.Tensor:
-        return RaggedTensor(self._local_tensor.detach().clone(), self.spec)
 
 
 def _assign_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
@@ -196,12 +178,8 @@ def become(sharded: Any, new: Any) -> None:
     """Give the object ``sharded`` the content of ``new``, which is sharded in the same way."""
     # From now on a parameter that was made from a view of another one has a separate local tensor.
     sharded.__dict__.pop(EDITED, None)
-    if isinstance(new, RaggedTensor):
-        sharded.become(new)
-    else:
-        if new.placements != sharded.placements:
-            forget_hooks(sharded)
-        rebind(sharded, new)
+    kind: Any = RaggedTensor if isinstance(new, RaggedTensor) else ShardedTensor
+    kind.become(sharded, new)  # the class of a parameter that no unit has yet may be DTensor
 
 
 # torch's stager of asynchronous checkpoints copies only attributes in the class's own slots.
@@ -283,24 +261,24 @@ class FullDTensor(Full, DTensor):
 
     @staticmethod
     def __tensor_unflatten__(*parts: Any) -> DTensor:
-        """For torch.compile, which expects tensors of this class again when the graph runs."""
+        """Return a tensor of this class, as torch.compile expects when its graph runs."""
         result = DTensor.__tensor_unflatten__(*parts)
         result.__class__ = FullDTensor
         return result
 
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that has the memory: for a DTensor the local tensor."""
+    """Return the tensor that has the memory: for a DTensor the local tensor."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def in_place_view(local: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """The full parameter as an alias of its shard, which is all of it. Both have one version counter."""
+    """Return the full parameter as an alias of its shard, which is all of it. Both have one version counter."""
     return local.detach().view(cut.spec.shape)
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Whether it is deferred or on the meta device, so that its values come later."""
+    """Return whether it is deferred or on the meta device, so that its values come later."""
     return tensor.is_meta or getattr(type(plain_of(tensor)), DEFERRED, False)
 
 
@@ -342,7 +320,7 @@ def is_cut_like(gradient: torch.Tensor, parameter: Any) -> bool:
 
 
 def unit_of(parameter: torch.Tensor) -> Any:
-    """The unit of a sharded parameter, or None if it has none (any more)."""
+    """Return the unit of a sharded parameter, or None if it has none (any more)."""
     ref = parameter.__dict__.get(UNIT_OF)
     return ref() if ref is not None else None
 
@@ -362,12 +340,12 @@ class Slot:
         return cls(weakref.ref(module), name, module._parameters if plain else None)
 
     def parameter_there(self) -> nn.Parameter | None:
-        """The module's present value under this name. None also if the module no longer exists."""
+        """Return what the module has now under this name, or None if it has nothing there or no longer exists."""
         module = self.module()
         return None if module is None else module._parameters.get(self.name)
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether the module still has this parameter, or no longer exists."""
+        """Return whether the module still has this parameter, or no longer exists."""
         if self.registry is not None:
             return self.registry.get(self.name) is parameter
         module = self.module()
@@ -421,7 +399,7 @@ class ManagedParameter:
                 slot.show(form)
 
     def stand_in(self) -> torch.Tensor | None:
-        """A tensor that is no parameter and that replaces this one in its module."""
+        """Return a tensor that is no parameter and that replaces this one in its module."""
         tensors = (slot.parameter_there() for slot in self.slots)
         return next((t for t in tensors if t is not None and not isinstance(t, nn.Parameter)), None)
 
@@ -534,7 +512,7 @@ def build(
 
 
 def stays_sharded(original: Any, sharded: Any) -> bool:
-    """Whether ``original`` is sharded in the same way, so that it can become ``sharded`` by its data alone."""
+    """Return whether ``original`` is sharded in the same way, so that it can become ``sharded`` by its data alone."""
     same_kind = isinstance(original, RaggedTensor if isinstance(sharded, RaggedTensor) else DTensor)
     # A tensor that has memory cannot take the place of one on the meta device.
     return same_kind and not original.is_meta and bool(original.device_mesh == sharded.device_mesh)

@@ -18,8 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwright.engine.comm import Communicator
 from shardwright.engine.layout import Strategy
-from shardwright.engine.tensors.mesh_order import ascending
-from shardwright.engine.tensors.ragged_spec import group_of
+from shardwright.engine.tensors.meshes import ascending, group_of
 from shardwright.engine.tensors.tensor_parallel import Spmd
 
 #: An axis of fewer ranks communicates nothing. Tests set 1: on a machine with one GPU, NCCL then runs in its streams.
@@ -93,29 +92,29 @@ class Ranks:
         return (self.gathers or self.once or [self.local])[-1]
 
     def with_scatters(self, communicator: Callable[[Communicator], Communicator]) -> Ranks:
-        """A copy whose reduce-scatters use ``communicator`` of each of the present communicators."""
+        """Return a copy whose reduce-scatters use ``communicator`` of each of the present communicators."""
         other = copy.copy(self)
         other.scatters = [communicator(comm) for comm in self.scatters]
         other.late = [communicator(comm) for comm in self.late]
         return other
 
     def placements(self, dim: int | None) -> tuple[Placement, ...]:
-        """The placements of a parameter that is cut along ``dim`` (None: not cut), on the mesh."""
+        """Return the placements of a parameter that is cut along ``dim`` (None: not cut), on the mesh."""
         cut = [a for a in range(self.mesh.ndim) if self.strategy.stages[a]]
         return tuple(
             Shard(dim) if dim is not None and axis in cut else Replicate() for axis in range(self.mesh.ndim)
         )
 
     def is_of(self, mesh: DeviceMesh | None) -> bool:
-        """Return whether these are the ranks of this mesh, also if it has them in another order than :attr:`mesh`."""
+        """Return whether these are the ranks of this mesh, even if it has them in another order than :attr:`mesh`."""
         return mesh is not None and (mesh == self.mesh or ascending(mesh) == self.mesh)
 
     def same(self, other: Ranks) -> bool:
-        """Whether both are the ranks of one mesh."""
+        """Return whether both are the ranks of one mesh."""
         return self.mesh == other.mesh
 
     def shard_mesh(self, name: str) -> DeviceMesh:
-        """The 1-D mesh along which parameters are cut, for the extended parameter ``name``."""
+        """Return the 1-D mesh along which parameters are cut, for the extended parameter ``name``."""
         axes = [axis for axis, stage in enumerate(self.strategy.stages) if stage]
         if len(axes) != 1:
             raise NotImplementedError(

@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwright.engine.compat.private import (
+from shardwright.engine.compat.autograd import gradient_hooks, refuse_backward, share_gradient_hooks
+from shardwright.engine.compat.modes import quick_attributes
+from shardwright.engine.compat.tensors import (
     exchange,
-    gradient_hooks,
     moved_into,
     objects_become_sharded,
-    quick_attributes,
-    refuse_backward,
     set_class,
-    share_gradient_hooks,
     tree_leaves,
 )
 
@@ -80,7 +78,7 @@ def _metaclass(one: type, other: type) -> type:
 
 
 def acts(tensor: torch.Tensor) -> bool:
-    """Whether a sharded parameter has no slots."""
+    """Return whether a sharded parameter has no slots."""
     return hasattr(type(tensor), _ACTS_AS)
 
 

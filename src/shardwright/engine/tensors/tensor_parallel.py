@@ -17,22 +17,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright.engine.compat.private import (
-    DataParallelMeshDims,
-    StridedShard,
-    concatenated,
-    flattened,
-    local_of,
-    waited,
-)
+from shardwright.engine.compat.dtensor import StridedShard, concatenated, flattened, local_of, waited
+from shardwright.engine.compat.fully_shard import DataParallelMeshDims
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly
-from shardwright.engine.tensors.mesh_order import check_ascends
+from shardwright.engine.tensors.meshes import check_ascends
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def cut_dim(placement: Placement) -> int | None:
-    """The dimension that a placement cuts, also a strided placement, unlike ``is_shard``. None if it cuts none."""
+    """Return the dimension that a placement cuts, also if it is strided, unlike ``is_shard``. None if it cuts none."""
     return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
 
 
@@ -98,7 +92,7 @@ class TensorParallel:
         return not any(here[axis] for axis in copies)
 
     def at_rest(self, data: Sequence[Placement]) -> tuple[Placement, ...]:
-        """The placements on ``rest`` for a tensor with placements ``data`` on the data-parallel mesh.
+        """Return the placements on ``rest`` for a tensor with placements ``data`` on the data-parallel mesh.
 
         If an axis further right has cut the same dimension before, the placement is strided, as in FSDP2.
         """
@@ -115,13 +109,13 @@ class TensorParallel:
         return tuple(placements)
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """The form that the module sees, over this rank's part. No communication."""
+        """Return the form that the module sees, over this rank's part, without communication."""
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
     def part_of(self, source: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor, whole or a DTensor. A view if it is a DTensor with equal placements."""
+        """Return this rank's part of a tensor, whole or a DTensor. A view if it is a DTensor with equal placements."""
         if isinstance(source, DTensor):
             if source.device_mesh == self.mesh and (
                 source.placements == self.placements or not gathers_plainly(source)
@@ -133,7 +127,10 @@ class TensorParallel:
         return source
 
     def gradient(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's part of a gradient. A partial sum is summed in ``dtype``; else the gradient keeps its dtype."""
+        """Return this rank's part of a gradient.
+
+        A partial sum is summed in ``dtype``. Otherwise the gradient keeps its dtype.
+        """
         if not isinstance(gradient, DTensor):
             raise RuntimeError(
                 f"A tensor-parallel parameter of shape {tuple(self.shape)} got a gradient that is a plain tensor of "
@@ -163,7 +160,7 @@ _meshes: dict[DeviceMesh, tuple[DeviceMesh, DeviceMesh]] = {}
 
 
 def both_meshes(data: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
-    """The mesh of the axes of ``data`` and then of ``other``.
+    """Return the mesh of the axes of ``data`` and then of ``other``.
 
     Raises:
         ValueError: they are not parts of one named mesh whose ranks ascend, or overlap.
@@ -184,7 +181,7 @@ def both_meshes(data: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
 
 
 def _is_of(both: DeviceMesh, *parts: DeviceMesh) -> bool:
-    """Whether it has the process groups of these meshes. After a new init_process_group equal meshes may not."""
+    """Return whether it has the process groups of these meshes. After a new init_process_group equal meshes may not."""
     try:
         groups = [both.get_group(axis) for axis in range(both.ndim)]
     except (KeyError, RuntimeError, ValueError):
@@ -209,7 +206,9 @@ class Spmd:
 
 
 def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceMesh, Spmd]:
-    """The data-parallel mesh that ``dims`` names, replicas outside and shards inside; several names become one axis.
+    """Return the data-parallel mesh that ``dims`` names, replicas outside and shards inside, and its :class:`Spmd`.
+
+    Several names become one axis.
 
     Raises:
         ValueError: no name is given, or one is not of the mesh. Or its ranks do not ascend along every dimension.
@@ -254,7 +253,7 @@ def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceM
 
 
 def parallel_of(name: str, p: DTensor, data: DeviceMesh, spmd: Spmd | None) -> TensorParallel | None:
-    """The placement of a parameter, sharded or not, on other axes than the data-parallel ones. None if it has none.
+    """Return the placement of a parameter, sharded or not, on axes that are not data-parallel. None if it has none.
 
     Raises:
         NotImplementedError: its placement cannot be sharded over that mesh.

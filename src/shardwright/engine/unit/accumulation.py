@@ -12,7 +12,9 @@ from shardwright.engine.base.home import Place
 from shardwright.engine.base.offload import Host
 from shardwright.engine.base.settings import Settings, Transport
 from shardwright.engine.comm import separate, with_scatters
-from shardwright.engine.compat.private import annotate, quick_attributes, requires_grad_of
+from shardwright.engine.compat.autograd import requires_grad_of
+from shardwright.engine.compat.modes import quick_attributes
+from shardwright.engine.compat.profiling import annotate
 from shardwright.engine.gradients.due import Due, Held, due
 from shardwright.engine.gradients.reduction import Reduction
 from shardwright.engine.layout import GradientDtypes, Packing, plan_packing

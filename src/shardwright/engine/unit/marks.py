@@ -19,13 +19,10 @@ import torch
 from torch import nn
 
 from shardwright.engine.base.visit import Visit
-from shardwright.engine.compat.private import (
-    SHARDED_MARKS,
-    is_view,
-    next_sequence_number,
-    sequence_number,
-    waited,
-)
+from shardwright.engine.compat.autograd import next_sequence_number, sequence_number
+from shardwright.engine.compat.dtensor import waited
+from shardwright.engine.compat.fully_shard import SHARDED_MARKS
+from shardwright.engine.compat.tensors import is_view
 from shardwright.engine.unit.containers import refuse_cycle, with_items, with_values
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]

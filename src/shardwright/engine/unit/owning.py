@@ -10,17 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.engine.assembly.build import build_memory
 from shardwright.engine.assembly.find import UNIT, UnitParameters, find_parameters, is_cut, own_modules
-from shardwright.engine.compat.private import untransformed
-from shardwright.engine.tensors.averaging import ScaleGradient, forget_scale, register
+from shardwright.engine.compat.modes import untransformed
 from shardwright.engine.tensors.naming import remember
-from shardwright.engine.tensors.parameter import (
-    UNIT_OF,
-    Managed,
-    ManagedParameter,
-    has_no_values,
-    unit_of,
-)
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.numbers.hooks import ScaleGradient, forget_scale, register
+from shardwright.engine.tensors.parameter import UNIT_OF, Managed, ManagedParameter, has_no_values, unit_of
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 from shardwright.engine.tensors.same_object import Exchanged, Taken, refuse_old_object
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete

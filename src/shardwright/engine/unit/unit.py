@@ -24,16 +24,16 @@ from shardwright.engine.base.settings import ModelOptions, Settings
 from shardwright.engine.base.site import UnitSite
 from shardwright.engine.base.visit import Activity
 from shardwright.engine.comm import Communicator, neighbours
-from shardwright.engine.compat.private import local_of
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.gradients.due import Held
 from shardwright.engine.gradients.reduction import Reduction
 from shardwright.engine.gradients.stepping import Stepping
 from shardwright.engine.layout import plan_unit
 from shardwright.engine.memory import Owner, Slab
+from shardwright.engine.tensors.edits.unset import carry_mark
 from shardwright.engine.tensors.parameter import ManagedParameter, become
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 from shardwright.engine.tensors.ranks import Ranks
-from shardwright.engine.tensors.unset import carry_mark
 from shardwright.engine.unit.accumulation import Gradients, ranks_of_scatters
 from shardwright.engine.unit.values import Values
 from shardwright.engine.unit.watch import ModuleWatch

@@ -12,7 +12,7 @@ import torch
 
 from shardwright.engine.base.settings import Transport
 from shardwright.engine.comm import BlockCodec, Codec
-from shardwright.engine.compat.private import quick_attributes
+from shardwright.engine.compat.modes import quick_attributes
 from shardwright.engine.gradients.stepping import SteppedGradient, forget_stepped
 from shardwright.engine.unit.accumulation import ranks_of_scatters
 from shardwright.engine.unit.unit import Unit

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwright.engine.compat.private import local_of
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.tensors.edits.unset import Unset, blank, has_values, mark, mark_of, unmark
 from shardwright.engine.tensors.parameter import ManagedParameter
-from shardwright.engine.tensors.unset import Unset, blank, has_values, mark, mark_of, unmark
 
 
 class Values:

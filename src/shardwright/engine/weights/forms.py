@@ -6,7 +6,7 @@ import operator
 from collections import deque
 from typing import Any
 
-from shardwright.engine.compat.private import local_of
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.tensors.extension import any_attached
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.weights.lasting import Lasting

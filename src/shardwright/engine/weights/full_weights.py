@@ -13,7 +13,7 @@ from torch import nn
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.settings import Transport
 from shardwright.engine.base.site import UnitSite
-from shardwright.engine.compat.private import storage_key
+from shardwright.engine.compat.storages import storage_key
 from shardwright.engine.layout import UnitLayout
 from shardwright.engine.memory import Owner, Slab
 from shardwright.engine.tensors.parameter import ManagedParameter, in_place_view, plain_of

@@ -17,7 +17,8 @@ from shardwright.engine.base.home import HEADER, Place
 from shardwright.engine.base.offload import HostReads
 from shardwright.engine.base.settings import Transport
 from shardwright.engine.comm import Communicator, Pending, widened
-from shardwright.engine.compat.private import foreach_copy_, subclasses_dispatch
+from shardwright.engine.compat.dtensor import subclasses_dispatch
+from shardwright.engine.compat.tensors import foreach_copy_
 from shardwright.engine.layout import Run, UnitLayout
 from shardwright.engine.memory import Owner, Slab
 from shardwright.engine.tensors.cut import Cut

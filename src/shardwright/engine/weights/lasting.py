@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from shardwright.engine.base.visit import Visit
-from shardwright.engine.compat.private import mutation_allowed, traced, transformed
+from shardwright.engine.compat.autograd import mutation_allowed
+from shardwright.engine.compat.modes import traced, transformed
 from shardwright.engine.tensors.parameter import ON_DATA, FullDTensor, FullParameter, ManagedParameter
 
 

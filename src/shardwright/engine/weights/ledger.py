@@ -16,7 +16,8 @@ from itertools import compress
 
 import torch
 
-from shardwright.engine.compat.private import increment_version, quick_attributes, set_versions
+from shardwright.engine.compat.autograd import increment_version, set_versions
+from shardwright.engine.compat.modes import quick_attributes
 from shardwright.engine.memory import Owner
 from shardwright.engine.tensors.parameter import ManagedParameter
 

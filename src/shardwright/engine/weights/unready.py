@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.compat.private import is_made_of_tensors, is_transformed
+from shardwright.engine.compat.modes import is_transformed
+from shardwright.engine.compat.tensors import is_made_of_tensors
 from shardwright.engine.memory import released_slabs, slab_of
 from shardwright.engine.weights.ledger import unit_of_version
 

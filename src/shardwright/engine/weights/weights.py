@@ -16,7 +16,8 @@ from shardwright.engine.base.home import Place
 from shardwright.engine.base.settings import Transport
 from shardwright.engine.base.site import UnitSite
 from shardwright.engine.comm import Pending
-from shardwright.engine.compat.private import address_of, annotate
+from shardwright.engine.compat.profiling import annotate
+from shardwright.engine.compat.storages import address_of
 from shardwright.engine.layout import UnitLayout
 from shardwright.engine.memory import Slab
 from shardwright.engine.tensors.parameter import ManagedParameter

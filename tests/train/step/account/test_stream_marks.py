@@ -18,7 +18,7 @@ import shardwright as sw
 from shardwright.engine import heartbeat
 from shardwright.engine.comm.notes import hears_dtensor
 from shardwright.engine.comm.streams import HostStreams, streams_for, use_streams, watched
-from shardwright.engine.compat.private import functional_collectives
+from shardwright.engine.compat.dtensor import functional_collectives
 from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.page.notes import notes_picture

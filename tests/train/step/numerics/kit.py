@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.engine.base.names import plain_name
-from shardwright.engine.compat.private import local_of
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.records import RunSink
 from shardwright.train.data.dataset import Dataset

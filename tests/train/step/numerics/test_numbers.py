@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from shardwright.engine.base.names import plain_name
 from shardwright.engine.collective import RankGroup
-from shardwright.engine.compat.private import local_of
+from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config.sections.fault import FaultConfig
 from shardwright.train.report.jsonl import read_records

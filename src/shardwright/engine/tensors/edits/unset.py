@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.compat.private import local_of, storage_key, tree_leaves
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat.storages import storage_key
+from shardwright.engine.compat.tensors import tree_leaves
 
 _aten = torch.ops.aten
 #: They write every element of their first argument and read none of it.
@@ -78,7 +80,7 @@ def carry_mark(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def has_values(local: torch.Tensor) -> bool | None:
-    """Whether a marked local tensor, which :func:`blank` has filled, has got values. None: this cannot be seen.
+    """Return whether a marked local tensor has got values since :func:`blank` filled it. None: this cannot be seen.
 
     Collectives into a local tensor increase no version counter, so this looks at the elements. Elements that were only
     edited, as by ``mul_``, are still NaN.
@@ -95,13 +97,15 @@ def has_values(local: torch.Tensor) -> bool | None:
 
 
 def _received_values(local: torch.Tensor, unset: Unset) -> bool:
-    """Whether a marked local tensor got values without its parameter, as through ``to_local()``."""
+    """Return whether a marked local tensor got values without its parameter, as through ``to_local()``."""
     filled = has_values(local)
     return local._version != unset.version if filled is None else filled
 
 
 def begin_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Before an operation in place or with ``out=`` on sharded tensors: the local tensors that get values from it.
+    """Return the local tensors that get values from an operation in place, or with ``out=``, on sharded tensors.
+
+    Must be called before the operation.
 
     Raises:
         RuntimeError: it reads a parameter without values, or changes only some of its elements.

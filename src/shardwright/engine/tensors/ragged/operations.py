@@ -15,29 +15,23 @@ import torch
 import torch.distributed as dist
 
 from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.private import (
-    all_reduce_traced,
-    foreach_norm,
-    in_backward,
-    increment_version,
-    is_traced,
-    refusal,
-)
+from shardwright.engine.compat.autograd import in_backward, increment_version
+from shardwright.engine.compat.callers import refusal
+from shardwright.engine.compat.dtensor import all_reduce_traced, is_traced
+from shardwright.engine.compat.tensors import foreach_norm
+from shardwright.engine.tensors.edits.by_position import BY_POSITION, edit
 from shardwright.engine.tensors.naming import parameter_of
-from shardwright.engine.tensors.ragged import (
+from shardwright.engine.tensors.numbers.reading import agree_to_read
+from shardwright.engine.tensors.ragged.spec import RaggedSpec
+from shardwright.engine.tensors.ragged.tensor import (
     HANDLERS,
     Handler,
     RaggedTensor,
-    cut_again,
     described,
     device_of,
     part_of,
     refuse,
 )
-from shardwright.engine.tensors.ragged_spec import RaggedSpec
-from shardwright.engine.tensors.reading import agree_to_read
-from shardwright.engine.tensors.summed import cut_gradient
-from shardwright.engine.tensors.through_whole import BY_POSITION, edit
 
 aten = torch.ops.aten
 
@@ -68,7 +62,7 @@ def _unwrap(func: Any, spec: RaggedSpec | None, arg: Any) -> Any:
 
 
 def _adds_gradients(func: Any, spec: RaggedSpec, other: torch.Tensor) -> bool:
-    """Whether autograd adds the whole gradient of a sum or mean to a ragged one of the same tensor."""
+    """Return whether autograd adds the whole gradient of a sum or mean to a ragged one of the same tensor."""
     return (
         func in _SUMS and in_backward() and type(other) is torch.Tensor and other.shape == spec.global_shape
     )
@@ -90,7 +84,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for arg in args:
             # Some of torch's formulas make a whole gradient.
             if isinstance(arg, RaggedTensor) and arg.is_leaf and not is_traced(arg._local_tensor):
-                cut_gradient(arg, functools.partial(cut_again, arg.spec))
+                arg.cut_own_gradient()
     return RaggedTensor(
         func(
             *[_unwrap(func, spec, arg) for arg in args],
@@ -101,7 +95,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _pointwise_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Element-wise in place, or into ``out``."""
+    """Run an element-wise operation in place, or into ``out``."""
     target = kwargs.get("out", args[0])
     if not isinstance(target, RaggedTensor):
         other = _first_ragged(args)
@@ -128,7 +122,7 @@ def _first_ragged(args: Sequence[Any]) -> RaggedTensor:
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Operations on lists, which may contain plain tensors, and the fused steps of optimizers."""
+    """Run an operation on lists, which may contain plain tensors, or the fused step of an optimizer."""
     lists = next(arg for arg in args if isinstance(arg, (list, tuple)))
     specs = [t.spec if isinstance(t, RaggedTensor) else None for t in lists]
 
@@ -178,7 +172,7 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``new_zeros`` and similar: with this tensor's shape the result is cut like it, with another shape plain."""
+    """Run ``new_zeros`` or similar. The result is cut like this tensor if it has its shape, and else plain."""
     tensor, size = args[0], args[1]
     if list(size) != list(tensor.shape):
         return func(tensor._local_tensor, *args[1:], **kwargs)
@@ -188,7 +182,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _masked_assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``tensor[mask] = number``, which Rprop uses; it is element-wise."""
+    """Run ``tensor[mask] = number``, which is element-wise. Rprop uses it."""
     target, indices, values = args[0], args[1], args[2]
     one = len(indices) == 1 and isinstance(indices[0], RaggedTensor) and indices[0].dtype == torch.bool
     if not one or not isinstance(target, RaggedTensor) or values.dim() or args[3:] or kwargs:
@@ -199,7 +193,7 @@ def _masked_assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _by_position(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In-place operations whose arguments are positions in the whole tensor."""
+    """Run an in-place operation whose arguments are positions in the whole tensor."""
     if not isinstance(args[0], RaggedTensor) or "out" in kwargs:
         refuse(func, (args, kwargs))
     edit(args[0], (), func, args, kwargs)
@@ -207,12 +201,12 @@ def _by_position(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A query about memory, which the local tensor answers."""
+    """Return the local tensor's answer to a question about memory."""
     return func(args[0]._local_tensor, *args[1:], **kwargs)
 
 
 def _reduce(value: torch.Tensor, op: Any, spec: RaggedSpec) -> torch.Tensor:
-    """All-reduce over the ranks that cut, in place where possible."""
+    """Return the all-reduced value of the ranks that cut. It may be ``value`` itself, changed in place."""
     if not spec.groups:
         return value
     moved = value.to(device_of(spec, value))
@@ -228,7 +222,7 @@ def _reduce(value: torch.Tensor, op: Any, spec: RaggedSpec) -> torch.Tensor:
 
 
 def _everything(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
-    """The tensor of a reduction over all dimensions."""
+    """Return the tensor of a reduction. Raises unless it reduces over all dimensions."""
     tensor: RaggedTensor = args[0]
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     dims = [dims] if isinstance(dims, int) else dims
@@ -246,7 +240,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     tensor = _everything(func, args, kwargs)
     local = tensor._local_tensor
     if not is_traced(local):
-        cut_gradient(tensor, functools.partial(cut_again, tensor.spec))
+        tensor.cut_own_gradient()
     floating = local.dtype.is_floating_point or local.dtype.is_complex
     dtype = kwargs.get("dtype") or (local.dtype if floating else torch.int64)
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
@@ -255,7 +249,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
 
 
 def _spread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The variance or the standard deviation of all elements, about the mean of all."""
+    """Return the variance or the standard deviation of all elements, about the mean of all."""
     tensor = _everything(func, args, kwargs)
     local = tensor._local_tensor
     if not local.dtype.is_floating_point:
@@ -289,8 +283,10 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 
 def _extremes(values: torch.Tensor, largest: bool, spec: RaggedSpec) -> torch.Tensor:
-    """All-reduce to the largest or smallest value. The result is NaN if any is NaN, unlike with the collectives'
-    own."""
+    """Return the largest or smallest values of the ranks. A result is NaN if any rank has NaN there.
+
+    The collectives' own maximum and minimum may lose NaN.
+    """
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
     if not values.dtype.is_floating_point:
         return _reduce(values, op, spec)
@@ -328,8 +324,10 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The global norm of each tensor, with one all-reduce for tensors that are cut alike. Plain tensors have their
-    own."""
+    """Return the global norm of each tensor, with one all-reduce for all that are cut alike.
+
+    Norms of plain tensors are this rank's.
+    """
     local_tensors = [t._local_tensor if isinstance(t, RaggedTensor) else t for t in tensors]
     wide = functools.reduce(torch.promote_types, {t.dtype for t in local_tensors}, torch.float32)
     filled = [t for t in local_tensors if t.numel()]
@@ -358,7 +356,7 @@ def _norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None 
 
 
 def _weight_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Weight norm and its backward. Every rank gathers the whole tensors, computes, and keeps its own part.
+    """Compute weight norm or its backward: every rank gathers the whole tensors, computes, and keeps its own part.
 
     The norms are over rows or columns, and a rank's part may end within one.
     """
@@ -370,7 +368,7 @@ def _weight_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """GradScaler's check: if one rank finds a value that is not finite, all ranks must know it."""
+    """Run GradScaler's check. If one rank finds a value that is not finite, all ranks must know it."""
     tensors, found_inf, scale = args
     func([_unwrap(func, t.spec, t) if isinstance(t, RaggedTensor) else t for t in tensors], found_inf, scale)
     for spec in {t.spec.groups: t.spec for t in tensors if isinstance(t, RaggedTensor)}.values():

@@ -6,45 +6,49 @@ This file knows no units and modules.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from shardwright.engine.compat.private import (
+from shardwright.engine.compat.autograd import in_backward, increment_version
+from shardwright.engine.compat.callers import refusal
+from shardwright.engine.compat.dtensor import (
     StridedShard,
-    called_by_stager,
     dtensor_of,
-    in_backward,
-    increment_version,
     local_of,
     rebind,
-    refusal,
-    storage_key,
     subclasses_dispatch,
-    tree_leaves,
-    tree_map,
     waited,
 )
-from shardwright.engine.tensors.averaging import (
+from shardwright.engine.compat.storages import storage_key
+from shardwright.engine.compat.tensors import tree_leaves, tree_map
+from shardwright.engine.tensors.edits.by_position import BY_POSITION, Step, can_edit, edit, refuse, views
+from shardwright.engine.tensors.edits.unset import begin_edit, mark_of, unmark
+from shardwright.engine.tensors.gathering import gathers_plainly, replicated, whole
+from shardwright.engine.tensors.naming import EDITED, gathered_dtype, note_origin
+from shardwright.engine.tensors.numbers.averaging import (
     agree_on_value,
     average,
-    average_gradient,
-    groups_of,
+    average_read,
     has_gradient,
     is_own,
     mark_own,
     note_recipe,
+    only_sums,
     recipe_of,
+)
+from shardwright.engine.tensors.numbers.drawing import agree_to_draw
+from shardwright.engine.tensors.numbers.hooks import (
+    average_gradient,
+    cut_gradient,
+    forget_hooks,
+    refuse_loss_in_place,
     tracked,
 )
-from shardwright.engine.tensors.drawing import agree_to_draw
-from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
-from shardwright.engine.tensors.naming import EDITED, gathered_dtype, note_origin
-from shardwright.engine.tensors.operations import (
+from shardwright.engine.tensors.rows.operations import (
     OF_OPTIMIZERS,
     by_parts,
     can_use_wholes,
@@ -56,44 +60,27 @@ from shardwright.engine.tensors.operations import (
     way_out_of_clipping,
     written_arguments,
 )
-from shardwright.engine.tensors.reading import agree_to_read
-from shardwright.engine.tensors.summed import cut_gradient, refuse_loss_in_place
-from shardwright.engine.tensors.through_whole import (
-    BY_POSITION,
-    Step,
-    can_edit,
-    edit,
-    refuse,
-    views,
+from shardwright.engine.tensors.rows.partial import (
+    EXTREMES,
+    JOINS,
+    LINEAR,
+    LINEAR_BY_TORCH,
+    NORMS,
+    SUMMED,
+    adds_partial,
+    agree_to_reduce,
+    alike,
+    reduce_in_place,
+    reduced,
+    whole_number,
+    with_neutral,
 )
-from shardwright.engine.tensors.unset import begin_edit, mark_of, unmark
+from shardwright.engine.tensors.sharded import BESIDE_PLAIN, Sharded
 
-#: The dtype in which modules compute, set on a sharded tensor that was used beside this rank's plain tensors.
-BESIDE_PLAIN = "_shardwright_beside_plain"
 _aten = torch.ops.aten
 _detach = _aten.detach.default
 _RANDOM = torch.Tag.nondeterministic_seeded
-#: They have no result for an empty part. A rank with an empty part uses a neutral element.
-_EXTREMES = {
-    _aten.max.default: -math.inf, _aten.amax.default: -math.inf, _aten.argmax.default: -math.inf,
-    _aten.min.default: math.inf, _aten.amin.default: math.inf, _aten.argmin.default: math.inf,
-}  # fmt: skip
-_NORMS = {_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar}
-#: They keep a number Partial, to be summed later. Other operations on a Partial number communicate.
-_LINEAR = {
-    _aten.clone, _aten.detach, _aten.alias, _aten._to_copy, _aten.neg, _aten.stack, _aten.cat,
-    _aten.view, _aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.zeros_like, _aten.empty_like, _aten.ones_like,
-    _aten.full_like,
-}  # fmt: skip
-
-#: Their result is Partial if both numbers are, and its gradient is that of each, or the negative of it.
-_SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
 _STARTS = {_aten.add.Tensor, _aten.sub.Tensor}
-#: Autograd makes their gradients from a number, which is equal on every rank.
-_SUMMED = {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim}
-#: torch would add the ranks' parts of norms and extremes that are not reduced yet, which is wrong.
-_LINEAR_BY_TORCH = _SUMMED | {_aten.nansum.default}
-_JOINS = {_aten.stack.default, _aten.cat.default}
 #: They compute with a rank's own data. torch would treat a plain tensor of one element as equal on every rank.
 _ON_DATA = {
     _aten.embedding.default, _aten._embedding_bag.default, _aten.mm.default, _aten.addmm.default,
@@ -110,7 +97,7 @@ class _EqualsDTensor(type(DTensor)):  # type: ignore[misc]
     __hash__ = type.__hash__
 
 
-class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
+class ShardedTensor(Sharded, DTensor, metaclass=_EqualsDTensor):
     """A sharded parameter, a gradient, a view of one or its ``.data``, or a result of operations on them.
 
     Every edit increases the local tensor's version counter. A DTensor's operations run on local tensors below autograd,
@@ -119,13 +106,14 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
     """
 
     __slots__ = ()
+    _kind = "sharded"
     _edited: torch.Tensor  #: the parameter's local tensor, if this is a view of the parameter
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
-            return _whole(args[0]).item()
+            return whole_number(args[0]).item()
         if func.overloadpacket.__name__.startswith(OF_OPTIMIZERS) and not torch.is_grad_enabled():
             return cls._run(func, types, args, kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -155,7 +143,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
                 args[0]._as_dtensor(clone=True)
             )  # the first number of Python's ``sum``: it stays Partial
         if _RANDOM in func.tags and args and isinstance(args[0], DTensor):
-            _agree_to_draw(func, args[0], kwargs)
+            agree_to_draw(func, args[0], kwargs)
         edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         if torch.Tag.inplace_view in func.tags and is_real(args[0]):
             result = _change_shape(func, args, kwargs)
@@ -173,26 +161,26 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             return _with_wholes(func, args, kwargs)
         if func in _ON_DATA and any(type(t) is torch.Tensor for t in args) and not in_backward():
             return _beside_plain(func, args, kwargs, RuntimeError("each rank may have another value"))
-        if func in _SUMMED and is_real(args[0]):
-            _cut_gradient(args[0])
+        if func in SUMMED and is_real(args[0]):
+            ShardedTensor.cut_own_gradient(args[0])  # which may be a plain DTensor
         if func is _detach and any(p.is_partial() for p in args[0].placements):
             return _detached(args[0])
-        if func in _EXTREMES or func in _NORMS:
-            args = _with_neutral(func, args)
-        elif func in _LINEAR_BY_TORCH:
-            args = (_reduced(args[0]), *args[1:])
-        elif func in _JOINS:
+        if func in EXTREMES or func in NORMS:
+            args = with_neutral(func, args)
+        elif func in LINEAR_BY_TORCH:
+            args = (reduced(args[0], sums_stay=True), *args[1:])
+        elif func in JOINS:
             if any(type(t) is torch.Tensor for t in args[0]) and not in_backward():
                 _refuse_mixed(func, args[0], RuntimeError("each rank may have another value"))
-            args = (_alike(args[0]), *args[1:])
+            args = (alike(args[0]), *args[1:])
         elif func.is_view and isinstance(args[0], ShardedTensor):
-            _reduce_in_place(args[0])  # what is written into the view is the whole tensor's
-        elif func.overloadpacket not in _LINEAR and not _adds_partial(func, args, kwargs):
+            reduce_in_place(args[0])  # what is written into the view is the whole tensor's
+        elif func.overloadpacket not in LINEAR and not adds_partial(func, args, kwargs):
             # DTensor would divide by a rank's own part of a sum, for example.
             written = args[0] if func._schema.is_mutable and args else None
             if isinstance(written, ShardedTensor):
-                _reduce_in_place(written)
-            args = tuple(_reduced(t, lambda p: False) if isinstance(t, DTensor) else t for t in args)
+                reduce_in_place(written)
+            args = tuple(reduced(t) if isinstance(t, DTensor) else t for t in args)
         result = _computed(func, types, args, kwargs)
         if func._schema.is_mutable:
             many = bool(args) and isinstance(args[0], (list, tuple))
@@ -213,21 +201,21 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
 
     @staticmethod
     def __tensor_unflatten__(*parts: Any) -> DTensor:
-        """For torch.compile, which expects tensors of this class again when the graph runs."""
+        """Return a tensor of this class, as torch.compile expects when its graph runs."""
         return as_sharded(DTensor.__tensor_unflatten__(*parts))
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor on every rank, with graph, as with a DTensor. Every rank of the mesh must call it."""
+        """Return the whole tensor on every rank, with graph, as with a DTensor. Every rank of the mesh must call it."""
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
         if tracked([self]):
-            _agree(self)
+            agree_to_reduce(self)
         result = whole(self) if gathers_plainly(self) else super().full_tensor()
         _average_of_plain(self, result, range(self.device_mesh.ndim))
         return result
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's part, with graph, as with a DTensor. Its gradient is averaged over the axes that replicate it."""
+        """Return this rank's part, with graph. Its gradient is averaged over the axes that replicate it."""
         result = super().to_local(grad_placements=grad_placements)
         if grad_placements is None:
             _average_of_plain(self, result, [a for a, p in enumerate(self.placements) if p.is_replicate()])
@@ -242,13 +230,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             return as_sharded(replicated(self))
         return as_sharded(super().redistribute(device_mesh, placements, **kwargs))
 
-    @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        # A DTensor would change on the outside only, so that its values stay.
+    def _check_data(self, value: torch.Tensor) -> None:
         if (
             not isinstance(value, DTensor)
             or value.shape != self.shape
@@ -259,26 +241,23 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
                 f"the same mesh, got a {type(value).__name__} of shape {tuple(value.shape)}. Distribute it with "
                 "torch.distributed.tensor.distribute_tensor, or use copy_ under no_grad."
             )
-        rebind(self, value)
 
-    def data_ptr(self) -> int:
-        return 0 if called_by_stager() else local_of(self).data_ptr()
+    def become(self, other: Any) -> None:
+        if other.placements != self.placements:
+            forget_hooks(self)
+        rebind(self, other)
+
+    def cut_own_gradient(self) -> None:
+        cut_gradient(self, functools.partial(_cut_again, self.device_mesh, self.placements))
+
+    def _copy(self) -> DTensor:
+        return as_sharded(self._as_dtensor(clone=True))
 
     def tolist(self) -> Any:
-        return _whole(self).tolist()
+        return whole_number(self).tolist()
 
     def __format__(self, form: str) -> str:
         return format(self.item(), form) if form and not self.dim() else object.__format__(self, form)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            if not self.is_leaf:
-                raise RuntimeError(
-                    "Only sharded tensors that are leaves of the graph can be deep-copied; detach it first."
-                )
-            copied = as_sharded(self._as_dtensor(clone=True))
-            memo[id(self)] = copied.requires_grad_(self.requires_grad)
-        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._as_dtensor().__reduce_ex__(protocol)
@@ -312,7 +291,7 @@ class ShardedCopy(ShardedTensor):  # type: ignore[metaclass]
                 if written is not args[0] or not can_edit(func):
                     refuse(func, written)
                 if _RANDOM in func.tags:
-                    _agree_to_draw(func, written._viewed, kwargs)
+                    agree_to_draw(func, written._viewed, kwargs)
                 begin_edit(func, args, kwargs)
                 _refresh([*args[1:], kwargs])
                 edit(written._viewed, written._steps, func, args, kwargs)
@@ -370,13 +349,16 @@ def _refresh(arguments: Any) -> None:
 
 
 def _detached(number: DTensor) -> DTensor:
-    """A Partial tensor without its graph. ``detach`` of torch 2.15 would reduce a norm."""
+    """Return a Partial tensor without its graph. ``detach`` of torch 2.15 would reduce a norm."""
     local = local_of(number).detach()
     return as_sharded(dtensor_of(local, number.device_mesh, number.placements, number.shape, number.stride()))
 
 
 def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """The results of a view operation as views: over the same memory, or with the steps to repeat edits on the base."""
+    """Make the results of a view operation views of its argument.
+
+    They are over the same memory, or have the steps by which edits are repeated on the base.
+    """
     base: Any = args[0]
     viewed = local_of(base)
     many = isinstance(result, (list, tuple))
@@ -405,7 +387,7 @@ def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def _alias(tensor: ShardedTensor) -> ShardedTensor:
-    """Another tensor over the same memory, as from ``detach``."""
+    """Return another tensor over the same memory, as ``detach`` does."""
     alias: Any = tensor._as_dtensor()
     alias.__class__ = ShardedTensor
     alias._local_tensor = local_of(tensor)
@@ -414,7 +396,7 @@ def _alias(tensor: ShardedTensor) -> ShardedTensor:
 
 
 def _shares_order(view: DTensor, base: DTensor) -> bool:
-    """Whether a view shares memory with its base, and this rank's part of it is one range of elements.
+    """Return whether a view shares memory with its base, and this rank's part of it is one range of elements.
 
     Newer versions of torch flatten a tensor that is cut along an inner dimension into a tensor that is cut in stripes.
     """
@@ -424,7 +406,7 @@ def _shares_order(view: DTensor, base: DTensor) -> bool:
 
 
 def _cut_again(mesh: DeviceMesh, placements: Sequence[Placement], gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of a tensor with these placements that was summed or added to a plain loss."""
+    """Return the gradient of a tensor with these placements that was summed or added to a plain loss."""
     if gradient is None:  # of a tensor without elements
         return gradient
     if not isinstance(gradient, DTensor):
@@ -434,12 +416,8 @@ def _cut_again(mesh: DeviceMesh, placements: Sequence[Placement], gradient: torc
     return gradient.redistribute(placements=placements)
 
 
-def _cut_gradient(tensor: DTensor) -> None:
-    cut_gradient(tensor, functools.partial(_cut_again, tensor.device_mesh, tensor.placements))
-
-
 def _reads_numbers(func: Any, args: Any, kwargs: Any, sharded: Sequence[DTensor]) -> bool:
-    """Whether an operation makes values of this rank: of numbers alone, and not only a sum of numbers.
+    """Return whether an operation makes values of this rank: of numbers alone, which it does not only add.
 
     A number (a tensor without dimensions) may be Partial. A rank reads the whole number before it multiplies it by a
     factor, because the factor may be the rank's own.
@@ -448,14 +426,11 @@ def _reads_numbers(func: Any, args: Any, kwargs: Any, sharded: Sequence[DTensor]
         return False
     if any(map(is_own, sharded)):
         return True
-    if func in _SUMS:
-        numbers = all(isinstance(t, DTensor) or (type(t) is int and t == 0) for t in args[:2])
-        return not numbers or kwargs.get("alpha", 1) != 1
-    return not (func.is_view or func.overloadpacket in _LINEAR)
+    return not (func.is_view or only_sums(func, args, kwargs, DTensor, LINEAR))
 
 
 def _is_plain(func: Any, args: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether an operation of numbers has a plain result, because of plain tensors such as a loss.
+    """Return whether an operation of numbers has a plain result, because of plain tensors such as a loss.
 
     Raises:
         NotImplementedError: the result would be written into a number.
@@ -471,15 +446,14 @@ def _is_plain(func: Any, args: Any, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _mean(mesh: DeviceMesh, recipe: int, gradient: torch.Tensor) -> torch.Tensor:
-    """The mean over the ranks of the gradient of a number."""
-    groups, device = groups_of(mesh), torch.device(mesh.device_type)
+    """Return the mean over the ranks of the gradient of a number."""
     if not isinstance(gradient, DTensor):
-        return average(gradient, groups, device, recipe)
+        return average(gradient, mesh, recipe)
     if any(p.is_shard() for p in gradient.placements):
         return gradient  # it is averaged already
     placements = tuple(Replicate() if p.is_partial() else p for p in gradient.placements)
     local = DTensor.to_local(DTensor.redistribute(gradient, placements=placements))
-    mean = average(local, groups, device, recipe)
+    mean = average(local, mesh, recipe)
     return as_sharded(
         DTensor.from_local(
             mean, mesh, placements, run_check=False, shape=gradient.shape, stride=gradient.stride()
@@ -495,31 +469,27 @@ def average_number(number: ShardedTensor) -> None:
 
 def _average_of_plain(tensor: ShardedTensor, plain: torch.Tensor, axes: Iterable[int]) -> None:
     """Average the gradient of a plain tensor that was read from a sharded one."""
-    if tracked([tensor]) and is_real(tensor) and plain.requires_grad and not is_own(tensor):
-        mesh = tensor.device_mesh
-        groups, device = groups_of(mesh, axes), torch.device(mesh.device_type)
-        if groups:
-            mean = functools.partial(average, groups=groups, device=device, recipe=recipe_of(tensor))
-            average_gradient(plain, mean)
+    if plain.requires_grad and is_real(tensor):
+        average_read(plain, tensor, tensor.device_mesh, axes)
 
 
 def _read(in_place: bool, value: Any) -> Any:
-    """A number before an operation of this rank: whole. Other values unchanged."""
+    """Return a number as the whole number, for an operation of this rank, and any other value unchanged."""
     if not isinstance(value, ShardedTensor):
         return value
     if in_place:
-        _reduce_in_place(value)
-    return _reduced(value, lambda placement: False)
+        reduce_in_place(value)
+    return reduced(value)
 
 
 def _number_of(value: Any) -> Any:
-    """A number as a plain tensor, with the graph of the sharded one. Other values unchanged."""
+    """Return a number as a plain tensor, with the graph of the sharded one. Other values are unchanged."""
     if not isinstance(value, ShardedTensor):
         return value
     value.__dict__[BESIDE_PLAIN] = value.dtype  # backward joins it with this rank's gradients
     average_number(value)
-    _cut_gradient(value)
-    return _whole(value)
+    value.cut_own_gradient()
+    return whole_number(value)
 
 
 def _agree_on_factors(func: Any, sharded: Sequence[DTensor], tensors: Sequence[torch.Tensor]) -> None:
@@ -529,18 +499,18 @@ def _agree_on_factors(func: Any, sharded: Sequence[DTensor], tensors: Sequence[t
         if is_own(t) or (not t.dim() and not isinstance(t, DTensor)):
             plain = local_of(t) if isinstance(t, DTensor) else t
             try:
-                agree_on_value(plain, groups_of(mesh), torch.device(mesh.device_type))
+                agree_on_value(plain, mesh)
             except RuntimeError as error:
                 raise RuntimeError(f"{label(sharded)} in {func}: {error}") from error
 
 
 def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operator: from parts by DTensor's rule if that is right, or from whole tensors."""
+    """Return the result of an operator: by DTensor's rule from parts if that is right, or from whole tensors."""
     leaves = tree_leaves((args, kwargs))
     if func is not _detach and torch.is_grad_enabled():
         for t in leaves:
             if isinstance(t, ShardedTensor) and t.is_leaf and t.requires_grad and is_real(t):
-                _cut_gradient(t)
+                t.cut_own_gradient()
     if (
         in_backward()
         and any(BESIDE_PLAIN in t.__dict__ for t in leaves if isinstance(t, ShardedTensor))
@@ -572,13 +542,13 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_of_numbers(args: Any, kwargs: Any) -> bool:
-    """Whether backward joins this rank's own numbers with numbers of sharded tensors, as for a loss times a penalty."""
+    """Return whether backward joins this rank's numbers with those of sharded tensors: a loss times a penalty."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     return not any(t.dim() for t in tensors) and any(type(t) is torch.Tensor for t in tensors)
 
 
 def _beside_plain(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-    """An operation of this rank's plain tensors and parameters whose unit is gathered now. The result is plain.
+    """Run an operation of this rank's plain tensors and of parameters whose unit is gathered now. The result is plain.
 
     For example a loss that uses the output layer's weight after the root's forward. Modules show sharded parameters
     then, and in FSDP2 full ones.
@@ -591,24 +561,24 @@ def _beside_plain(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
     for t, dtype in zip(sharded, dtypes, strict=True):
         t.__dict__[BESIDE_PLAIN] = dtype
         average_number(t)
-        _cut_gradient(t)
+        t.cut_own_gradient()
     return _with_wholes(func, args, kwargs)
 
 
 def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation on plain tensors: of sharded ones the whole tensor, in the dtype in which modules compute."""
+    """Run the operation on plain tensors: for a sharded one on the whole, in the dtype in which modules compute."""
 
     def whole_of(value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value
-        whole = _whole(cast(ShardedTensor, value))
-        return whole.to(value.__dict__.get(BESIDE_PLAIN, whole.dtype))
+        full = whole_number(value)
+        return full.to(value.__dict__.get(BESIDE_PLAIN, full.dtype))
 
     return func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
 
 
 def _adds_own_gradient(one: Any, other: Any) -> bool:
-    """Whether backward adds a gradient of this rank's own, which is whole, to one that is sharded."""
+    """Return whether backward adds a gradient of this rank's own, which is whole, to one that is sharded."""
     plain = [t for t in (one, other) if type(t) is torch.Tensor]
     return (
         len(plain) == 1
@@ -620,12 +590,12 @@ def _adds_own_gradient(one: Any, other: Any) -> bool:
 
 def _cut_mean(gradient: torch.Tensor, like: DTensor) -> torch.Tensor:
     mesh = like.device_mesh
-    mean = average(gradient, groups_of(mesh), torch.device(mesh.device_type), recipe_of(like))
+    mean = average(gradient, mesh, recipe_of(like))
     return _cut_again(mesh, like.placements, mean)
 
 
 def _change_shape(func: Any, args: Any, kwargs: Any) -> Any:
-    """In-place changes of a shape. DTensor changes an alias of the tensor."""
+    """Change a shape in place. DTensor would change an alias of the tensor."""
     target = args[0]
     form = getattr(_aten, func.overloadpacket.__name__.rstrip("_"), None)
     view = getattr(form, func._overloadname, None) or getattr(form, "int", None)  # transpose's
@@ -660,7 +630,7 @@ def as_class(kind: type[Any], tensor: Any) -> Any:
 
 
 def as_sharded(tensor: DTensor) -> DTensor:
-    """The same tensor as a ``ShardedTensor``, with global numbers and noticed edits.
+    """Return the same object as a ``ShardedTensor``, with global numbers and noticed edits.
 
     torch 2.11 does not call subclasses of DTensor for operations, so there the tensor is returned unchanged. Its
     numbers are then those of DTensors. ``detach`` would also return no subclass, so no subclass could become a
@@ -672,94 +642,10 @@ def as_sharded(tensor: DTensor) -> DTensor:
 
 
 def _plain(result: Any) -> Iterator[Any]:
-    """Plain DTensors among the results of an operation."""
+    """Yield the plain DTensors among the results of an operation."""
     for each in result if isinstance(result, (list, tuple)) else (result,):
         if type(each) is DTensor:
             yield each
-
-
-@torch.no_grad()
-def _whole(tensor: ShardedTensor) -> torch.Tensor:
-    """The whole tensor, of which a number is read. Every rank must call it."""
-    _agree(tensor)
-    there = torch.device(tensor.device_mesh.device_type)
-    local = local_of(tensor).detach().to(there)  # it may be offloaded, but communication needs the device
-    plain = dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-    return full_of(plain)
-
-
-def _agree(tensor: DTensor) -> None:
-    """Meet all ranks, because they are about to communicate for a number of this tensor."""
-    mesh = tensor.device_mesh
-    if is_real(tensor):
-        axes = [a for a, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(a) > 1]
-        device = torch.device(mesh.device_type)
-        what = f"{tensor.placements} {tensor.dtype} {tensor.shape} {recipe_of(tensor) if tracked([tensor]) else 0}"
-        agree_to_read(map(mesh.get_group, axes), device, what)
-
-
-def _adds_up(placement: Placement) -> bool:
-    return type(placement) is Partial and placement.reduce_op in ("sum", "avg")
-
-
-@torch.no_grad()
-def _reduced(tensor: Any, keeps: Callable[[Placement], bool] = _adds_up) -> Any:
-    """The tensor, reduced over the ranks where it is Partial, except placements for which ``keeps`` returns True."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    placements = [Replicate() if p.is_partial() and not keeps(p) else p for p in tensor.placements]
-    if placements == list(tensor.placements):
-        return tensor
-    _agree(tensor)
-    return DTensor.redistribute(tensor, placements=placements)
-
-
-def _reduce_in_place(tensor: ShardedTensor) -> None:
-    """Reduce a tensor that is Partial, because an operation writes into it, or into a view of it."""
-    reduced = _reduced(tensor, lambda placement: False)
-    if reduced is not tensor:
-        rebind(tensor, reduced)
-
-
-def _adds_partial(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether both are sums that are not reduced yet, and may be added so."""
-    if func not in _SUMS or not all(isinstance(t, DTensor) for t in args[:2]):
-        return False
-    one, other = args[:2]
-    alike = one.placements == other.placements and one.dtype == other.dtype and one.shape == other.shape
-    return alike and all(p.is_replicate() or _adds_up(p) for p in one.placements)
-
-
-def _alike(tensors: Sequence[Any]) -> Sequence[Any]:
-    """Tensors before a join: reduced if they are Partial in different ways, because torch finds no common placement."""
-    kinds = {p for t in tensors if isinstance(t, DTensor) for p in t.placements if p.is_partial()}
-    return tensors if len(kinds) < 2 else [_reduced(t, lambda p: False) for t in tensors]
-
-
-def _with_neutral(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, with a neutral element if this rank has none."""
-    value: float | None = _EXTREMES.get(func)
-    if value is None:
-        order = args[1] if len(args) > 1 else 2
-        if not math.isinf(order):
-            return args
-        value = 0.0 if order > 0 else math.inf
-    if isinstance(args[0], (list, tuple)):
-        return [_filled(t, value) for t in args[0]], *args[1:]
-    return _filled(args[0], value), *args[1:]
-
-
-def _filled(tensor: Any, value: float) -> Any:
-    if not isinstance(tensor, DTensor) or local_of(tensor).numel() or not tensor.numel():
-        return tensor
-    local = local_of(tensor)
-    if local.dtype == torch.bool:
-        value = float(value > 0)
-    elif not local.is_floating_point():
-        limits = torch.iinfo(local.dtype)
-        value = limits.max if value > 0 else limits.min
-    local = local.new_full([max(size, 1) for size in local.shape], value)
-    return dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
 def _refuse_mixed(func: Any, arguments: Iterable[Any], error: Exception) -> NoReturn:
@@ -774,7 +660,3 @@ def _refuse_mixed(func: Any, arguments: Iterable[Any], error: Exception) -> NoRe
         "forward of its unit, apply fully_shard to it before the outer module. Or make the plain tensor a DTensor, or "
         "edit full parameters inside `with shardwright.unsharded(model):`." + way_out_of_clipping(func)
     ) from error
-
-
-def _agree_to_draw(func: Any, target: DTensor, kwargs: dict[str, Any]) -> None:
-    agree_to_draw(func, target, kwargs.get("generator"), target.__dict__.get(EDITED, local_of(target)))

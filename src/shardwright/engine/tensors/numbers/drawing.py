@@ -12,15 +12,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright.engine.comm import Communicator
-from shardwright.engine.compat.private import local_of
-from shardwright.engine.tensors.naming import parameter_of
-from shardwright.engine.tensors.reading import DRAW, agree_to_read_over
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.tensors.naming import EDITED, parameter_of
+from shardwright.engine.tensors.numbers.reading import DRAW, agree_to_read_over
 
 
-def agree_to_draw(func: Any, target: DTensor, generator: torch.Generator | None, key: torch.Tensor) -> None:
-    """Meet the ranks that keep the same elements of ``target``, because ``func`` fills it with random numbers.
-
-    ``key`` is the local tensor of its parameter, for messages.
+def agree_to_draw(func: Any, target: DTensor, kwargs: dict[str, Any]) -> None:
+    """Wait for the ranks that keep the same elements of ``target``, before ``func`` fills it with random numbers.
 
     Raises:
         RuntimeError: their generators are in different states.
@@ -29,7 +27,7 @@ def agree_to_draw(func: Any, target: DTensor, generator: torch.Generator | None,
     axes = [axis for axis, p in enumerate(target.placements) if p.is_replicate() and mesh.size(axis) > 1]
     if not axes or local.is_meta:
         return
-    state = zlib.crc32(bytes(_state(generator, local.device).tolist()))
+    state = zlib.crc32(bytes(_state(kwargs.get("generator"), local.device).tolist()))
     device = torch.device(mesh.device_type)
     for comm in (Communicator(mesh.get_group(axis), device) for axis in axes):
         if comm.exchanges:
@@ -40,7 +38,7 @@ def agree_to_draw(func: Any, target: DTensor, generator: torch.Generator | None,
                 == 1
             )
         if not same:
-            name = parameter_of(key)
+            name = parameter_of(target.__dict__.get(EDITED, local))
             raise RuntimeError(
                 f"{func} fills {f'parameter {name}' if name else 'a sharded tensor'} with random numbers, and the "
                 f"generators of ranks {comm.ranks}, which keep the same elements, are in different states. So their "

@@ -78,7 +78,7 @@ refuse_divergence: list[Callable[[Communicator, list[list[int]]], None]] = []
 def agree_to_read(
     groups: Iterable[dist.ProcessGroup], device: torch.device, what: str, kind: int = NUMBER
 ) -> None:
-    """Meet the ranks over which a tensor is about to be summed or gathered, on gloo.
+    """Wait, on gloo, for the ranks over which a tensor is about to be summed or gathered.
 
     Args:
         groups: the process groups of the sum or gather, one after another.
@@ -94,7 +94,7 @@ def agree_to_read(
 
 
 def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> bool:
-    """Meet the ranks of ``comm`` for one of the :data:`KINDS` of reads. Raises as :func:`agree_to_read`.
+    """Wait for the ranks of ``comm`` to make one of the :data:`KINDS` of reads. Raises as :func:`agree_to_read`.
 
     Returns False if all ranks draw and ``what`` differs.
     """
@@ -128,7 +128,7 @@ def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> bool:
 
 
 def way_out(kind: int) -> str:
-    """Advice for users after a rank has waited without success."""
+    """Return advice for users after a rank has waited in vain."""
     return (
         f"{KINDS[kind].way_out} If one rank may come more than {_limit(kind).total_seconds():.0f} s after another, as "
         "after work on one rank alone, call torch.distributed.barrier() before."

@@ -19,31 +19,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.private import (
-    called_by_stager,
-    disabled_torch_function,
-    dtensor_of,
-    is_traced,
-    make_wrapper,
-    refusal,
-    tree_leaves,
-    tree_map,
-)
-from shardwright.engine.tensors.averaging import (
-    average,
-    average_gradient,
-    groups_of,
+from shardwright.engine.compat.callers import refusal
+from shardwright.engine.compat.dtensor import dtensor_of, is_traced
+from shardwright.engine.compat.modes import disabled_torch_function
+from shardwright.engine.compat.tensors import make_wrapper, set_data, tree_leaves, tree_map
+from shardwright.engine.tensors.edits.unset import begin_edit, unmark
+from shardwright.engine.tensors.gathering import free, full_of
+from shardwright.engine.tensors.naming import parameter_of
+from shardwright.engine.tensors.numbers.averaging import (
+    average_read,
     has_gradient,
-    is_own,
     mark_own,
     note_recipe,
     recipe_of,
-    tracked,
 )
-from shardwright.engine.tensors.compound import copied, has_other_lengths, part_as
-from shardwright.engine.tensors.gathering import free, full_of
-from shardwright.engine.tensors.naming import parameter_of
-from shardwright.engine.tensors.ragged_numbers import (
+from shardwright.engine.tensors.numbers.hooks import cut_gradient, refuse_loss_in_place, tracked
+from shardwright.engine.tensors.numbers.reading import agree_to_read
+from shardwright.engine.tensors.ragged.compound import copied, has_other_lengths, part_as
+from shardwright.engine.tensors.ragged.numbers import (
     Number,
     agree_on_factors,
     as_number,
@@ -51,10 +44,8 @@ from shardwright.engine.tensors.ragged_numbers import (
     plain_of,
     read_number,
 )
-from shardwright.engine.tensors.ragged_spec import RaggedSpec
-from shardwright.engine.tensors.reading import agree_to_read
-from shardwright.engine.tensors.summed import cut_gradient, refuse_loss_in_place
-from shardwright.engine.tensors.unset import begin_edit, unmark
+from shardwright.engine.tensors.ragged.spec import RaggedSpec
+from shardwright.engine.tensors.sharded import Sharded
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -65,7 +56,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}
 
 
-class RaggedTensor(torch.Tensor):
+class RaggedTensor(Sharded):
     """A tensor of global shape. This rank holds a contiguous range of its elements, possibly none or all.
 
     Element-wise operations among tensors of equal spec, 0-d tensors and numbers run on the local tensors without
@@ -75,6 +66,7 @@ class RaggedTensor(torch.Tensor):
     """
 
     __slots__ = ("_local_tensor", "spec")
+    _kind = "ragged"
     _local_tensor: torch.Tensor
     spec: RaggedSpec
 
@@ -96,7 +88,7 @@ class RaggedTensor(torch.Tensor):
     __torch_function__ = disabled_torch_function
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[RaggedSpec, bool]]:
-        """The tensor with which torch.compile computes: the local tensor."""
+        """Name the local tensor, with which torch.compile computes."""
         return ["_local_tensor"], (self.spec, self.requires_grad)
 
     @staticmethod
@@ -106,7 +98,7 @@ class RaggedTensor(torch.Tensor):
         return RaggedTensor(inner["_local_tensor"], *context)
 
     def _stable_hash_for_caching(self) -> str:
-        """For torch.compile's cache of graphs."""
+        """Return a hash of the spec for torch.compile's cache of graphs."""
         return f"{self.spec.stable_hash()}{self.requires_grad}"
 
     @classmethod
@@ -131,25 +123,22 @@ class RaggedTensor(torch.Tensor):
 
     @classmethod
     def from_full(cls, source: torch.Tensor, spec: RaggedSpec) -> RaggedTensor:
-        """A copy of this rank's part of ``source``, which is whole, a DTensor or a RaggedTensor.
+        """Return a copy of this rank's part of ``source``, which is whole, a DTensor or a RaggedTensor.
 
         If ``source`` is sharded, and not as in ``spec``, all ranks communicate.
         """
         return cls(copied(part_of(source, spec)), spec)
-
-    def data_ptr(self) -> int:
-        return 0 if called_by_stager() else self._local_tensor.data_ptr()
 
     @property
     def device_mesh(self) -> DeviceMesh:
         return self.spec.mesh
 
     def to_local(self) -> torch.Tensor:
-        """This rank's elements. Not a copy: writes into them change this tensor."""
+        """Return this rank's elements, which are no copy: writes into them change this tensor."""
         return self._local_tensor
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, with graph, on this one's device. Every rank of the mesh must call it.
+        """Return the whole tensor, with graph, on this one's device. Every rank of the mesh must call it.
 
         The gradient of the result is averaged over the ranks.
         """
@@ -159,10 +148,7 @@ class RaggedTensor(torch.Tensor):
         if type(local) is torch.Tensor and not local.is_meta and not is_traced(local):
             agree_to_read(self.spec.groups, device_of(self.spec, local), str(recipe_of(self)))
         result: torch.Tensor = _Whole.apply(self)
-        if not is_own(self):
-            mesh, recipe = self.spec.mesh, recipe_of(self)
-            groups, device = groups_of(mesh), torch.device(mesh.device_type)
-            average_gradient(result, functools.partial(average, groups=groups, device=device, recipe=recipe))
+        average_read(result, self, self.spec.mesh)
         return result
 
     @torch.no_grad()
@@ -174,7 +160,7 @@ class RaggedTensor(torch.Tensor):
         return part if spec.parallel is None else full_of(spec.parallel.wrap(part))
 
     def _gathered(self) -> torch.Tensor:
-        """The tensor of ``spec.shape``, from the ranks that cut it."""
+        """Return the tensor of ``spec.shape``, from the ranks that cut it."""
         local, spec = self._local_tensor.detach(), self.spec
         if spec.world_size == 1:
             return copied(local).view(spec.shape)
@@ -205,7 +191,7 @@ class RaggedTensor(torch.Tensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
     ) -> DTensor:
-        """A DTensor with these values on the same mesh. Every rank must call it.
+        """Return a DTensor with these values on the same mesh. Every rank must call it.
 
         Args:
             device_mesh: this tensor's own, as in ``DTensor.redistribute``.
@@ -234,44 +220,29 @@ class RaggedTensor(torch.Tensor):
         return dtensor_of(local, mesh, placements, self.shape, self.stride())
 
     def as_dtensor(self) -> RaggedDTensor:
-        """This tensor in a state dict: a DTensor that torch's state-dict functions gather and load. Not a copy."""
+        """Return this tensor as a DTensor for a state dict, which torch's functions gather and load. It is no copy."""
         placements = (Replicate(),) * self.spec.mesh.ndim
         with torch.inference_mode(self.is_inference()):  # not an inference tensor, for later loads
             result: Any = dtensor_of(self.detach(), self.spec.mesh, placements, self.shape, self.stride())
         result.__class__ = RaggedDTensor
         return result  # type: ignore[no-any-return]
 
-    @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
+    def _check_data(self, value: torch.Tensor) -> None:
         if not isinstance(value, RaggedTensor) or value.shape != self.shape:
             raise refusal(
                 f".data of {described(self)} accepts only a RaggedTensor of the same shape, got a "
                 f"{type(value).__name__} of shape {tuple(value.shape)}. Use copy_ under no_grad."
             )
-        self.become(value)
 
     def become(self, other: RaggedTensor) -> None:
-        """Give this object the shape, dtype, local tensor and spec of ``other``."""
-        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # this is the outside only
+        set_data(self, other)  # this changes the outside only
         self._local_tensor, self.spec = other._local_tensor, other.spec
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        if not self.is_leaf:
-            raise RuntimeError(
-                "Only ragged tensors that are leaves of the graph can be deep-copied; detach it first."
-            )
-        result: Any = RaggedTensor(copied(self._local_tensor), self.spec, self.requires_grad)
-        memo[id(self)] = result
-        if self.grad is not None and not isinstance(self, nn.Parameter):
-            result.grad = copy.deepcopy(self.grad, memo)  # copies of parameters have no gradient
-        result.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return result  # type: ignore[no-any-return]
+    def cut_own_gradient(self) -> None:
+        cut_gradient(self, functools.partial(cut_again, self.spec))
+
+    def _copy(self) -> RaggedTensor:
+        return RaggedTensor(copied(self._local_tensor.detach()), self.spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         start, stop = self.spec.ranges[self.spec.rank]
@@ -378,8 +349,10 @@ class RaggedDTensor(DTensor):
         return self.ragged.full_tensor()
 
     def _refuse_on_every_rank(self) -> None:
-        """Raise on all ranks if any rank's part cannot be gathered, since parts of optimizer state may differ in
-        class."""
+        """Raise on all ranks if any rank's part cannot be gathered.
+
+        Parts of an optimizer's state may be of different classes.
+        """
         ragged = self.ragged
         local, spec = ragged._local_tensor, ragged.spec
         if spec.world_size == 1 or local.is_meta or parameter_of(local) or is_traced(local):
@@ -436,7 +409,7 @@ RaggedDTensor.__slots__ = tuple(DTensor.__slots__)  # type: ignore[assignment]  
 
 @torch.no_grad()
 def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
-    """This rank's part of ``source``, in its local shape; may be a view. See :meth:`RaggedTensor.from_full`."""
+    """Return this rank's part of ``source``, maybe a view, in its local shape. See :meth:`RaggedTensor.from_full`."""
     rank = spec.rank
     if isinstance(source, DTensor) and isinstance(source._local_tensor, RaggedTensor):
         source = source._local_tensor  # from a state dict, or a result of arithmetic with its values
@@ -479,7 +452,7 @@ def _expanded(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
 
 
 def _ranges_by_rows(spec: RaggedSpec) -> list[tuple[int, int]]:
-    """The flat ranges of ``Shard(0)``, which cuts like torch.chunk."""
+    """Return the flat ranges of ``Shard(0)``, which cuts like torch.chunk."""
     width = -(-spec.shape[0] // spec.world_size) * math.prod(spec.shape[1:])
     return [(min(r * width, spec.numel), min((r + 1) * width, spec.numel)) for r in range(spec.world_size)]
 
@@ -508,7 +481,7 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> int:
 
 
 def device_of(spec: RaggedSpec, local: torch.Tensor) -> torch.device:
-    """The device on which the group communicates. Offloaded tensors move there and back."""
+    """Return the device on which the group communicates. Offloaded tensors move there and back."""
     kind = spec.mesh.device_type
     return local.device if local.device.type == kind else torch.device(kind)
 
@@ -524,7 +497,7 @@ def refuse_traced(local: torch.Tensor) -> None:
 
 
 def described(tensor: RaggedTensor) -> str:
-    """The tensor in messages: the name of its parameter, or of a parameter with the same cut."""
+    """Name the tensor in a message: by its parameter, or by a parameter with the same cut."""
     shape = tuple(tensor.shape)
     if parameter := parameter_of(tensor._local_tensor):
         return f"a ragged tensor (parameter {parameter}, of shape {shape})"
@@ -587,7 +560,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _as_number(result: Any, func: Any, args: Any, kwargs: Any, spec: RaggedSpec) -> Any:
-    """The result of an operation that autograd records: a plain number becomes a :class:`Number`."""
+    """Return the result of an operation that autograd records, where a plain number becomes a :class:`Number`."""
     if type(result) is torch.Tensor and not result.dim() and result.dtype.is_floating_point:
         return as_number(result, func, args, kwargs, spec)
     note_recipe(func, args, kwargs, result)
@@ -597,7 +570,7 @@ def _as_number(result: Any, func: Any, args: Any, kwargs: Any, spec: RaggedSpec)
 def _read_numbers(
     func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], run: Callable[[], Any]
 ) -> Any:
-    """An operation on ragged tensors that have no dimensions. With a plain loss its result is plain."""
+    """Run an operation on ragged tensors that have no dimensions. With a plain loss among them the result is plain."""
     numbers = [t for t in tensors if isinstance(t, RaggedTensor)]
     plain = [t for t in tensors if not isinstance(t, RaggedTensor)]
     into_plain = func._schema.is_mutable and any(args[0] is t for t in plain)
@@ -613,7 +586,7 @@ def _read_numbers(
     for number in read:
         read_number(number)
     for number in numbers:
-        cut_gradient(number, functools.partial(cut_again, number.spec))
+        number.cut_own_gradient()
     whole = functools.partial(
         tree_map, lambda t: t._local_tensor if isinstance(t, RaggedTensor) else plain_of(t)
     )
@@ -621,7 +594,7 @@ def _read_numbers(
 
 
 def cut_again(spec: RaggedSpec, gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the gradient of a tensor that was summed or added to a plain loss."""
+    """Return this rank's part of the gradient of a tensor that was summed or added to a plain loss."""
     if gradient is None or isinstance(gradient, RaggedTensor):
         return gradient
     if torch.is_grad_enabled() and gradient.requires_grad:
@@ -634,7 +607,7 @@ def cut_again(spec: RaggedSpec, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _from_owners(local: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
-    """The tensor of ``spec.shape``, for which each rank that owns elements sends them to all others.
+    """Return the tensor of ``spec.shape``, which each rank that owns elements of it has sent to all others.
 
     An all-gather needs memory for the largest part of every rank. If few ranks own elements, that is many times the
     tensor. This needs the tensor's own memory.

@@ -12,25 +12,24 @@ from typing import Any
 
 import torch
 
-from shardwright.engine.compat.private import disabled_torch_function, make_subclass, tree_leaves, tree_map
-from shardwright.engine.tensors.averaging import (
+from shardwright.engine.compat.modes import disabled_torch_function
+from shardwright.engine.compat.tensors import make_subclass, tree_leaves, tree_map
+from shardwright.engine.tensors.numbers.averaging import (
     agree_on_value,
     average,
-    average_gradient,
-    groups_of,
     has_gradient,
     is_own,
     mark_own,
     note_recipe,
+    only_sums,
     recipe_of,
 )
-from shardwright.engine.tensors.ragged_spec import RaggedSpec
+from shardwright.engine.tensors.numbers.hooks import average_gradient
+from shardwright.engine.tensors.ragged.spec import RaggedSpec
 
 _aten = torch.ops.aten
-#: The gradient of the result is that of each number, or the negative of it.
-_SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
-_LINEAR = {_aten.clone, _aten.neg}
 _DETACHED = {_aten.detach.default, _aten.alias.default}
+_LINEAR = {_aten.clone, _aten.neg, _aten.detach, _aten.alias}
 
 
 class Number(torch.Tensor):
@@ -90,7 +89,7 @@ class Number(torch.Tensor):
 
 
 def as_number(result: torch.Tensor, func: Any, args: Any, kwargs: Any, spec: RaggedSpec) -> torch.Tensor:
-    """The plain ``result`` of an operation on ragged tensors or numbers, as a number."""
+    """Return the plain ``result`` of an operation on ragged tensors or numbers as a :class:`Number`."""
     number: Any = make_subclass(Number, result)
     number._plain, number._spec = result, spec
     note_recipe(func, args, kwargs, number)
@@ -98,24 +97,14 @@ def as_number(result: torch.Tensor, func: Any, args: Any, kwargs: Any, spec: Rag
 
 
 def plain_of(value: Any) -> Any:
-    """The plain tensor of a number. Other values unchanged."""
+    """Return the plain tensor of a number, and any other value unchanged."""
     return value._plain if isinstance(value, Number) else value
 
 
 def is_sum_of_numbers(func: Any, args: Any, kwargs: Any, kind: type[torch.Tensor]) -> bool:
-    """Whether an operation adds numbers of a class, none of which was computed by this rank alone."""
-    numbers: Any
-    if func in _SUMS:
-        other = args[1]
-        zero = type(other) is int and other == 0 and not func._schema.is_mutable
-        numbers = args[:1] if zero else args[:2]
-        if kwargs.get("alpha", 1) != 1:
-            return False
-    elif func.overloadpacket in _LINEAR or func in _DETACHED:
-        numbers = args[:1]
-    else:
-        return False
-    return all(isinstance(t, kind) and not is_own(t) for t in numbers)
+    """Return whether an operation adds numbers of a class, none of which was computed by this rank alone."""
+    own = any(is_own(t) for t in args[:2] if isinstance(t, kind))
+    return not own and only_sums(func, args, kwargs, kind, _LINEAR)
 
 
 def read_number(number: Any) -> None:
@@ -126,12 +115,9 @@ def read_number(number: Any) -> None:
 
 
 def _mean(spec: RaggedSpec, recipe: int, gradient: Any) -> Any:
-    mean = functools.partial(
-        average, groups=groups_of(spec.mesh), device=torch.device(spec.mesh.device_type), recipe=recipe
-    )
     if hasattr(gradient, "spec"):
-        return type(gradient)(mean(gradient._local_tensor), gradient.spec)
-    return mean(gradient)
+        return type(gradient)(average(gradient._local_tensor, spec.mesh, recipe), gradient.spec)
+    return average(gradient, spec.mesh, recipe)
 
 
 def agree_on_factors(tensors: Sequence[torch.Tensor], spec: RaggedSpec) -> None:
@@ -139,4 +125,4 @@ def agree_on_factors(tensors: Sequence[torch.Tensor], spec: RaggedSpec) -> None:
     for t in tensors:
         if not t.dim() and (type(t) is torch.Tensor or is_own(t)):
             plain = getattr(t, "_local_tensor", plain_of(t))
-            agree_on_value(plain, groups_of(spec.mesh), torch.device(spec.mesh.device_type))
+            agree_on_value(plain, spec.mesh)

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwright.engine.compat.private import is_made_of_tensors, made_of
+from shardwright.engine.compat.dtensor import made_of
+from shardwright.engine.compat.tensors import is_made_of_tensors
 
 #: Errors that classes raise for operations that they do not support, or not for this part.
 LACKING = (NotImplementedError, TypeError, ValueError)
 
 
 def copied(local: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy. torchao's optimizer states have no ``clone``."""
+    """Return a contiguous copy, also of torchao's optimizer states, which have no ``clone``."""
     if not is_made_of_tensors(local):
         return local.clone(memory_format=torch.contiguous_format)
     names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -26,7 +27,7 @@ def copied(local: torch.Tensor) -> torch.Tensor:
 
 
 def has_other_lengths(local: torch.Tensor) -> bool:
-    """Whether a tensor of its class can be made in another length, into which parts are gathered."""
+    """Return whether a tensor of its class can be made in another length, into which parts are gathered."""
     if type(local) is torch.Tensor:
         return True
     try:
@@ -37,7 +38,10 @@ def has_other_lengths(local: torch.Tensor) -> bool:
 
 
 def part_as(source: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor | None:
-    """Elements of ``source`` from ``start`` on, of this shape; may be a view. None if its class has no such part."""
+    """Return the elements of ``source`` from ``start`` on, in this shape, or None if its class has no such part.
+
+    The result may be a view.
+    """
     stop = start + math.prod(shape)
     if not is_made_of_tensors(source):
         return source.reshape(-1)[start:stop].view(shape)

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import itertools
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.engine.comm.groups import make_group
+from shardwright.engine.tensors.meshes import group_of
 from shardwright.engine.tensors.tensor_parallel import TensorParallel
 
 
@@ -59,7 +58,7 @@ class RaggedSpec:
             )
 
     def stable_hash(self) -> str:
-        """A hash that is equal exactly in processes with this part of this cut."""
+        """Return a hash that is equal exactly in those processes that have this part of this cut."""
         cut = (tuple(self.shape), self.offset, self.chunk, self.granule, self.axes, tuple(self.global_shape))
         return hashlib.sha256(repr((cut, self.mesh.mesh.tolist(), self.rank)).encode()).hexdigest()
 
@@ -123,13 +122,15 @@ class RaggedSpec:
         )
 
     def range_of(self, rank: int) -> tuple[int, int]:
-        """First and last + 1 of the tensor's elements, in memory order, that ``rank`` owns."""
+        """Return the first and the last + 1 of the tensor's elements, in memory order, that ``rank`` owns."""
         start, stop = rank * self.chunk - self.offset, (rank + 1) * self.chunk - self.offset
         return min(max(start, 0), self.numel), min(max(stop, 0), self.numel)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """``(rows, last dimension)`` if no rank cuts a row, else ``(elements,)``. Equal on all ranks in its
-        dimensions."""
+        """Return ``(rows, last dimension)`` if no rank cuts a row, else ``(elements,)``.
+
+        So all ranks have local tensors with the same number of dimensions.
+        """
         start, stop = self.range_of(rank)
         if not self.shape:
             return ()
@@ -163,21 +164,6 @@ class RaggedSpec:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedSpec:
         return self
-
-
-#: Groups of whole meshes by the group of the first dimension, which several meshes may share, and by their ranks.
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A group of all ranks of a mesh of several dimensions, made when first needed. All ranks must call it together."""
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    groups = _groups.setdefault(mesh.get_group(0), {})
-    if ranks not in groups:
-        groups[ranks] = make_group(ranks)
-    return groups[ranks]
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[list[int], list[int]]]:

@@ -1,4 +1,4 @@
-"""The order of the ranks of a mesh: a mesh whose ranks ascend along every axis, for one whose ranks do not.
+"""Meshes: one whose ranks ascend along every axis, for one whose ranks do not, and the group of all ranks of a mesh.
 
 torch sorts the ranks of a process group. On a mesh such as ``[1, 0]`` a rank's coordinate is therefore not its number
 in the group of that axis, and torch itself numbers the parts of a tensor in both ways. The engine shards over a mesh
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.engine.comm.groups import make_group
-from shardwright.engine.compat.private import root_mesh_of
+from shardwright.engine.compat.dtensor import root_mesh_of
 
 
 def ascends(mesh: DeviceMesh, axes: Iterable[int] | None = None) -> bool:
@@ -84,3 +84,18 @@ def _group(present: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     if dist.get_process_group_ranks(present) == ranks:
         return present
     return make_group(ranks)
+
+
+#: Groups of whole meshes by the group of the first dimension, which several meshes may share, and by their ranks.
+_whole_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return a group of all ranks of a mesh of several dimensions. All ranks must call this together."""
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    groups = _whole_groups.setdefault(mesh.get_group(0), {})
+    if ranks not in groups:
+        groups[ranks] = make_group(ranks)
+    return groups[ranks]

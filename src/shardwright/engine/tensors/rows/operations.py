@@ -16,22 +16,14 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from shardwright.engine.comm import Communicator
-from shardwright.engine.compat.private import (
-    dtensor_of,
-    in_backward,
-    increment_version,
-    local_of,
-    rebind,
-    replicates_implicitly,
-    tree_leaves,
-    tree_map,
-    waited,
-)
-from shardwright.engine.tensors.gathering import full_of
+from shardwright.engine.compat.autograd import in_backward, increment_version
+from shardwright.engine.compat.dtensor import dtensor_of, local_of, rebind, replicates_implicitly, waited
+from shardwright.engine.compat.tensors import tree_leaves, tree_map
+from shardwright.engine.tensors.edits.by_position import refuse, with_part
+from shardwright.engine.tensors.edits.unset import FILLING
+from shardwright.engine.tensors.gathering import gathered
 from shardwright.engine.tensors.naming import parameter_behind, parameter_of
-from shardwright.engine.tensors.reading import BESIDE, NUMBER, agree_to_read
-from shardwright.engine.tensors.through_whole import refuse, with_part
-from shardwright.engine.tensors.unset import FILLING
+from shardwright.engine.tensors.numbers.reading import BESIDE, NUMBER, agree_to_read
 
 _aten = torch.ops.aten
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -60,14 +52,14 @@ _TORCHS = {"aten", "prims"}
 
 
 def real(tensor: Any) -> bool:
-    """Whether it is sharded and holds values. False while a compiler traces."""
+    """Return whether a tensor is sharded and holds values, which it does not while a compiler traces."""
     return (
         isinstance(tensor, DTensor) and type(waited(local_of(tensor))) is torch.Tensor and not tensor.is_meta
     )
 
 
 def by_parts(func: Any, args: Any) -> bool:
-    """Whether DTensor's rule for an operator is right."""
+    """Return whether DTensor's rule for an operator is right."""
     # torch reduces all dimensions if the list of them is empty, DTensor none.
     if _RANDOM in func.tags or (len(args) > 1 and isinstance(args[1], (list, tuple)) and not args[1]):
         return False
@@ -86,7 +78,7 @@ def by_parts(func: Any, args: Any) -> bool:
 
 
 def can_use_wholes(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether every rank has, or can gather, the same whole arguments of an operator of torch.
+    """Return whether every rank has, or can gather, the same whole arguments of an operator of torch.
 
     In a backward plain tensors beside sharded ones mostly come from torch's formulas. :func:`on_wholes` compares them.
     """
@@ -108,7 +100,7 @@ def can_use_wholes(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
-    """The tensors that an operator writes, and whether it reads nothing of them."""
+    """Yield the tensors that an operator writes, each with whether the operator reads nothing of it."""
     if not func._schema.is_mutable:
         return
     for position, argument in enumerate(func._schema.arguments):
@@ -122,7 +114,9 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, 
 
 @torch.no_grad()
 def on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operator on whole arguments, on every rank. Results are replicated; written arguments keep their cuts.
+    """Run the operator on whole arguments, on every rank.
+
+    Results are replicated, and written arguments keep their cuts.
 
     Results of a random operator with the shape of its first argument are cut like it. Ranks with different seeds then
     still have parts of one tensor each.
@@ -140,11 +134,11 @@ def on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         if id(t) in wholes:
             continue
         if id(t) not in written or not _is_cut(t):
-            wholes[id(t)] = _strided_as(t, _whole(t))
+            wholes[id(t)] = _strided_as(t, gathered(t).to(local_of(t).device))
             continue
         wholes[id(t)], parts[id(t)] = with_part(t, func)
         if not written[id(t)]:
-            wholes[id(t)].copy_(_whole(t))
+            wholes[id(t)].copy_(gathered(t))
 
     def whole_of(value: Any) -> Any:
         return wholes[id(value)] if isinstance(value, DTensor) else value
@@ -183,16 +177,8 @@ def on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_cut(tensor: DTensor) -> bool:
-    """Whether each rank has elements of the tensor, and not numbers to be added to those of other ranks."""
+    """Return whether each rank has elements of the tensor, and not numbers to be added to those of other ranks."""
     return not any(p.is_partial() for p in tensor.placements)
-
-
-def _whole(tensor: DTensor) -> torch.Tensor:
-    there = torch.device(tensor.device_mesh.device_type)
-    local = local_of(tensor).detach().to(there)  # it may be offloaded, but communication needs the device
-    return full_of(
-        dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-    ).to(local_of(tensor).device)
 
 
 def _strided_as(tensor: DTensor, whole: torch.Tensor) -> torch.Tensor:
@@ -232,7 +218,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def label(arguments: Iterable[Any]) -> str:
-    """The subject of an error: the parameter among the arguments, or the sharded tensor."""
+    """Return the subject of an error: the parameter among the arguments, or the sharded tensor."""
     sharded = [t for t in arguments if isinstance(t, DTensor)]
     name = next(filter(None, map(parameter_behind, sharded)), "")
     return (
@@ -245,12 +231,12 @@ def label(arguments: Iterable[Any]) -> str:
 
 
 def is_collective(func: Any) -> bool:
-    """Whether the operator is a function of torch.distributed, such as broadcast."""
+    """Return whether the operator is a function of torch.distributed, such as broadcast."""
     return getattr(func, "namespace", "") in ("c10d", "_c10d_functional")
 
 
 def way_out_of_clipping(func: Any) -> str:
-    """A sentence for operators with which torch's clip_grad_norm_ gets all gradients at once."""
+    """Return a sentence for operators with which torch's clip_grad_norm_ gets all gradients at once."""
     if func not in _OF_CLIPPING:
         return ""
     return (

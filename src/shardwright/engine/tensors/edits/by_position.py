@@ -14,9 +14,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwright.engine.compat.private import StridedShard, increment_version, local_of, refusal, tree_map
+from shardwright.engine.compat.autograd import increment_version
+from shardwright.engine.compat.callers import refusal
+from shardwright.engine.compat.dtensor import StridedShard, local_of
+from shardwright.engine.compat.tensors import tree_map
 from shardwright.engine.tensors.naming import parameter_behind
-from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 
 _aten = torch.ops.aten
 #: In-place operations with positions as arguments. DTensor would use the positions in a rank's part instead.
@@ -48,7 +51,7 @@ def views(tensor: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
 
 
 def can_edit(func: Any) -> bool:
-    """Whether the in-place operation computes each element separately."""
+    """Return whether the in-place operation computes each element separately."""
     packet, tags = func.overloadpacket, func.tags
     if torch.Tag.inplace_view in tags:
         return False
@@ -69,7 +72,7 @@ def edit(base: Any, steps: Sequence[Step], func: Any, args: tuple[Any, ...], kwa
 
 
 def with_part(base: Any, func: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A whole tensor, and this rank's part as a view of it."""
+    """Return a new whole tensor of zeros, and this rank's part as a view of it."""
     local = local_of(base)
     whole = local.new_empty_strided(base.shape, base.stride()).zero_()
     if isinstance(base, RaggedTensor):
@@ -99,7 +102,7 @@ def with_part(base: Any, func: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole_of(value: Any) -> Any:
-    """The whole of a sharded tensor. Other values are returned unchanged."""
+    """Return the whole of a sharded tensor, and any other value unchanged."""
     return value.full_tensor() if isinstance(value, (DTensor, RaggedTensor)) else value
 
 

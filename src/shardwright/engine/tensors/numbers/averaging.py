@@ -7,9 +7,10 @@ of a value that a rank reads is averaged before it reaches the parts. This file 
 
 from __future__ import annotations
 
+import functools
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.engine.comm import Communicator, HostFlag, Streams
 from shardwright.engine.comm.notes import noted
-from shardwright.engine.compat.private import gradient_hooks, is_transformed, local_of, tree_leaves
+from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat.modes import is_transformed
+from shardwright.engine.compat.tensors import tree_leaves
 from shardwright.engine.tensors.naming import parameter_of
-from shardwright.engine.tensors.reading import GRADIENT, KINDS, VALUE, agree_to_read_over
-from shardwright.engine.tensors.summed import CutGradient, EngineHook
+from shardwright.engine.tensors.numbers.hooks import average_gradient, tracked
+from shardwright.engine.tensors.numbers.reading import GRADIENT, KINDS, VALUE, agree_to_read_over
 
 #: Set on a tensor that was computed from sharded parameters: a hash of the operations and numbers that made it.
 RECIPE = "_shardwright_recipe"
@@ -30,11 +33,6 @@ OWN = "_shardwright_own"
 #: By streams of an accelerator: a flag that is set if ranks averaged gradients of different values, or joined such
 #: values. A flag holds its streams weakly, because a value that holds its key would keep both.
 _differs: weakref.WeakKeyDictionary[Streams, HostFlag] = weakref.WeakKeyDictionary()
-
-
-def tracked(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether autograd records an operation on these tensors."""
-    return torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
 
 
 def is_own(tensor: torch.Tensor) -> bool:
@@ -49,18 +47,35 @@ def mark_own(results: Any) -> Any:
 
 
 def has_gradient(results: Any) -> bool:
-    """Whether an operation has results through which gradients pass: no comparison, for example."""
+    """Return whether an operation has results through which gradients pass. Those of a comparison have none."""
     return any(
         isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex())
         for t in tree_leaves(results)
     )
 
 
+_aten = torch.ops.aten
+#: Their result is a sum that is not reduced yet if both numbers are such sums
+SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
+
+
+def only_sums(func: Any, args: Any, kwargs: Any, kind: type[torch.Tensor], linear: set[Any]) -> bool:
+    """Return whether an operation of numbers of class ``kind`` does no more than add and subtract them.
+
+    The gradient of the result is then that of each number, or the negative of it. ``linear`` has the operations of one
+    number of which this is true. A sum with 0, from which Python's ``sum`` starts, is one, too.
+    """
+    if func in SUMS:
+        numbers = all(isinstance(t, kind) or (type(t) is int and t == 0) for t in args[:2])
+        return numbers and kwargs.get("alpha", 1) == 1
+    return func.overloadpacket in linear
+
+
 # -- recipes ---------------------------------------------------------------------------------------------------------
 
 
 def recipe_of(tensor: torch.Tensor) -> int:
-    """A hash that is equal on ranks that have computed the tensor in the same way from the same parameters."""
+    """Return a hash that is equal on ranks that have computed the tensor in the same way from the same parameters."""
     recipe: int | None = tensor.__dict__.get(RECIPE)
     if recipe is None:
         name = parameter_of(local_of(tensor)) if hasattr(tensor, "_local_tensor") else ""
@@ -82,79 +97,35 @@ def note_recipe(func: Any, args: Any, kwargs: Any, results: Any) -> None:
             made.__dict__[RECIPE] = recipe + number
 
 
-# -- hooks -----------------------------------------------------------------------------------------------------------
-
-
-class AverageGradient(EngineHook):
-    """A gradient hook of a value that the program reads: the gradient becomes its mean over the ranks."""
-
-    def __init__(self, average: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.average = average
-
-    def replaced(self, gradient: torch.Tensor) -> torch.Tensor:
-        return self.average(gradient)
-
-
-class ScaleGradient(EngineHook):
-    """A gradient hook of a parameter whose unit divides gradients by another number than that of the ranks."""
-
-    def __init__(self, factor: Callable[[], float]) -> None:
-        self.factor = factor
-
-    def replaced(self, gradient: torch.Tensor) -> torch.Tensor:
-        factor = self.factor()
-        return gradient if factor == 1 else gradient * factor
-
-
-def average_gradient(tensor: torch.Tensor, average: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let ``average`` replace the gradient of ``tensor``, which a program is about to read. It must not refer to it."""
-    if tracked([tensor]):
-        register(tensor, AverageGradient(average))
-
-
-def register(tensor: torch.Tensor, hook: EngineHook) -> None:
-    """Register a hook of the engine, in the place of an earlier one of its kind."""
-    hooks = gradient_hooks(tensor) or {}
-    for number, each in hooks.items():
-        if type(each) is type(hook):
-            hooks[number] = hook
-            return
-    tensor.register_hook(hook)
-    hooks = gradient_hooks(tensor) or {}
-    for number in [number for number, each in hooks.items() if type(each) is CutGradient]:
-        hooks[number] = hooks.pop(number)  # a gradient is averaged before it is cut
-
-
-def forget_scale(tensor: torch.Tensor) -> None:
-    """Remove the hook of another unit that had the parameter before."""
-    hooks = gradient_hooks(tensor) or {}
-    for number in [number for number, each in hooks.items() if type(each) is ScaleGradient]:
-        del hooks[number]
-
-
 # -- collectives -----------------------------------------------------------------------------------------------------
 
 
 def groups_of(mesh: DeviceMesh, axes: Iterable[int] | None = None) -> list[dist.ProcessGroup]:
-    """The groups of the mesh's axes (default: all) with several ranks."""
+    """Return the groups of the mesh's axes (default: all) with several ranks."""
     return [
         mesh.get_group(axis) for axis in (range(mesh.ndim) if axes is None else axes) if mesh.size(axis) > 1
     ]
 
 
 def average(
-    gradient: torch.Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device, recipe: int
+    gradient: torch.Tensor, mesh: DeviceMesh, recipe: int, axes: Iterable[int] | None = None
 ) -> torch.Tensor:
-    """The mean over the ranks of ``groups`` of a plain gradient. Each rank must call it for the same value.
+    """Return the mean of a plain gradient over the ranks of a mesh. Each rank must call this for the same value.
 
     Args:
-        gradient: of this rank, of any shape; it may have a graph.
-        device: of the groups' communication.
-        recipe: of the value whose gradient it is. Ranks with other recipes raise.
+        gradient: this rank's, of any shape; it may have a graph.
+        mesh, axes: the ranks: those along these axes of the mesh (default: all axes).
+        recipe: :func:`recipe_of` the value whose gradient it is. Ranks with different recipes raise.
 
     Raises:
         RuntimeError: on gloo: the ranks average gradients of different values, or another rank does something else.
     """
+    return _averaged(gradient, groups_of(mesh, axes), torch.device(mesh.device_type), recipe)
+
+
+def _averaged(
+    gradient: torch.Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device, recipe: int
+) -> torch.Tensor:
     if not groups:
         return gradient
     if is_transformed(gradient):
@@ -166,6 +137,15 @@ def average(
     return _Average.apply(gradient, groups, device, recipe)  # type: ignore[no-any-return]
 
 
+def average_read(
+    read: torch.Tensor, source: torch.Tensor, mesh: DeviceMesh, axes: Iterable[int] | None = None
+) -> None:
+    """Average the gradient of the plain tensor ``read``, which this rank has read from the sharded ``source``."""
+    if tracked([read]) and not is_own(source):
+        mean = functools.partial(average, mesh=mesh, recipe=recipe_of(source), axes=axes)
+        average_gradient(read, mean)
+
+
 class _Average(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, *context: Any) -> torch.Tensor:  # type: ignore[override]
@@ -174,7 +154,7 @@ class _Average(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return average(gradient, *ctx.context), None, None, None
+        return _averaged(gradient, *ctx.context), None, None, None
 
 
 def _average(
@@ -214,9 +194,10 @@ def _flag_of(comm: Communicator) -> HostFlag:
     return flag
 
 
-def agree_on_value(value: torch.Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+def agree_on_value(value: torch.Tensor, mesh: DeviceMesh) -> None:
     """Raise if ranks are about to multiply (or otherwise join) their parts of a tensor with different numbers."""
-    for group in groups:
+    device = torch.device(mesh.device_type)
+    for group in groups_of(mesh):
         comm = Communicator(group, device)
         if comm.exchanges:
             agree_to_read_over(comm, VALUE, str(value.detach().tolist()))
@@ -235,6 +216,6 @@ def check_values() -> None:
 
 
 def values_replayed() -> None:
-    """A graph that may have averaged gradients has been put on the current stream."""
+    """Note that a CUDA graph that may have averaged gradients was put on the current stream."""
     for flag in _differs.values():
         flag.set_by_graph()
