@@ -20,7 +20,9 @@ import shardwright as sw
 from shardwright.engine.base.offload import Host
 from shardwright.engine.compat.dtensor import local_of
 from shardwright.optim import moves
+from shardwright.engine.compat.private import local_of
 from shardwright.optim.host_state import HostState
+from shardwright.optim.whole import plan
 from tests.engine.kit.models import Model, build, shard
 from tests.engine.kit.offload import assert_same, counted
 from tests.engine.kit.offload_state import STATE, assert_equal, train, unawaited
@@ -45,7 +47,7 @@ def adafactor(model: Model) -> torch.optim.Optimizer:
 def small_rounds() -> AbstractContextManager[Any]:
     """Several of them, though the tensors are small."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(moves, "SMALLEST_ROUND", 1)
+    patch.setattr(plan, "SMALLEST_ROUND", 1)
     stack = contextlib.ExitStack()
     stack.callback(patch.undo)
     return stack

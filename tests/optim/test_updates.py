@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.optim import updates
 from shardwright.optim.companion import sharded_companion
+from shardwright.optim.whole import updates
 from tests.optim.whole import assert_equal_bits, full, set_gradients, twins
 from tests.support import multirank
 

@@ -16,14 +16,14 @@ from hypothesis import given, strategies as st
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwright as sw
-from shardwright.optim import moves
 from shardwright.optim.companion import sharded_companion
+from shardwright.optim.whole import plan
 from tests.engine.kit.models import full
 from tests.optim.kit import OPTIMIZERS
 from tests.optim.whole import LAYOUTS, STRATEGIES, Odd, Whole, assert_equal_bits, set_gradients, twins
 from tests.support import multirank, world_mesh
 
-each_alone = patch.object(moves, "SMALLEST_ROUND", 1)
+each_alone = patch.object(plan, "SMALLEST_ROUND", 1)
 
 
 def steps_equal(world_size: int, name: str, strategy: str, layout: str, dtype: torch.dtype) -> None:
@@ -341,7 +341,7 @@ def test_tensors_that_others_have_sharded(rank: int, world_size: int) -> None:
 @given(st.lists(st.floats(0, 1e9), max_size=60), st.integers(1, 64))
 def test_balance(costs: list[float], ranks: int) -> None:
     loads = [0.0] * ranks
-    owners = moves.balance(costs, loads)
+    owners = plan.balance(costs, loads)
     found = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(ranks)]
     assert found == pytest.approx(loads)
     # Graham's bound, against what no assignment can beat.
@@ -368,15 +368,15 @@ def test_matrices_of_a_model_are_balanced(rank: int, world_size: int) -> None:
 def test_rounds_are_bounded() -> None:
     generator = random.Random(0)
     items = [
-        moves.StepItem(i, generator.randrange(5), generator.random(), SimpleNamespace(total=generator.randrange(1, 9)),
+        plan.WholePiece(i, generator.randrange(5), generator.random(), SimpleNamespace(total=generator.randrange(1, 9)),
                    torch.Size(), torch.float32, torch.bfloat16)
         for i in range(200)
     ]  # fmt: skip
     for limit in (1, 20, 100, 10**6):
-        with patch.multiple(moves, SMALLEST_ROUND=limit, LARGEST_ROUND=limit):
-            rounds = moves.in_rounds(items)
-        assert sorted(item.key for one in rounds for item in one.items) == list(range(200))
+        with patch.multiple(plan, SMALLEST_ROUND=limit, LARGEST_ROUND=limit):
+            rounds = plan.in_rounds(items)
+        assert sorted(item.key for one in rounds for item in one) == list(range(200))
         for one in rounds:
             for owner in range(5):
-                mine = [item.nbytes for item in one.items if item.owner == owner]
+                mine = [item.nbytes for item in one if item.owner == owner]
                 assert sum(mine) <= limit or len(mine) == 1

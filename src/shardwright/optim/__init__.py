@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from shardwright.optim.in_backward import in_backward as in_backward
     from shardwright.optim.muon import Muon as Muon
     from shardwright.optim.sharded import fully_shard_optimizer as fully_shard_optimizer
-    from shardwright.optim.updates import Updates as Updates
+    from shardwright.optim.whole.updates import Updates as Updates
 
 # For other rooms of the package.
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardwright.optim.clip import ParameterNorms, clip_finite_grad_norm_, clip_finite_with_units
     from shardwright.optim.companion import ShardedCompanion
     from shardwright.optim.needs import Needs
-    from shardwright.optim.whole_state import mapped
+    from shardwright.optim.whole.state import mapped
 
 if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = door(__spec__)

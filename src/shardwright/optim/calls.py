@@ -8,7 +8,8 @@ backward, and the user's code runs between them. Other files choose the tensors 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,14 +72,17 @@ class PartialSteps:
         for group, params in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = params
         self.optimizer.state = state
-        try:
+        with self.holding(at):
             self._plain_step(self.optimizer)
-        except Exception as error:
-            self.failed(error, at)
 
-    def failed(self, error: Exception, at: int) -> None:
-        if self.failure is None:
-            self.failure, self.failed_at = error, at
+    @contextmanager
+    def holding(self, at: int = -1) -> Iterator[None]:
+        """A context whose exception becomes ``failure`` instead of being raised, because others wait for this rank."""
+        try:
+            yield
+        except Exception as error:
+            if self.failure is None:
+                self.failure, self.failed_at = error, at
 
 
 class CallsInBackward:

@@ -17,9 +17,9 @@ from shardwright.engine import Companion, Unit, companion_of
 from shardwright.optim.calls import CallsInBackward
 from shardwright.optim.host_state import HostState
 from shardwright.optim.needs import Need
-from shardwright.optim.owners import Owners
 from shardwright.optim.stand_ins import LocalStandIn
-from shardwright.optim.updates import Updates
+from shardwright.optim.whole.step import Owners
+from shardwright.optim.whole.updates import Updates
 
 
 @dataclass

@@ -2,13 +2,14 @@
 
 It moves in parts: the state of a unit, or of the whole tensors of a round. Tensors of one dimension or more are copied
 to the device before the step of their part, and back after it. Numbers and 0-d tensors stay where the optimizer has put
-them. ``in_calls.py``, ``in_backward.py`` and ``owners.py`` decide when a part is stepped.
+them. ``in_calls.py``, ``in_backward.py`` and ``whole/step.py`` decide when a part is stepped.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardwright.engine import Host, RaggedTensor, as_sharded, unit_of
 from shardwright.engine.compat import dtensor_of, local_of
 from shardwright.engine.memory import Owner, Slab
 from shardwright.optim.kept import Kept
-from shardwright.optim.whole_state import leaves, mapped
+from shardwright.optim.whole.state import leaves, mapped
 
 _ALIGNMENT = 16  # bytes
 TensorStates = Mapping[Any, dict[str, Any]]  #: an optimizer's state, by local tensor
@@ -134,6 +135,18 @@ class HostState:
             for part in list(self._waiting)[:1]:
                 self.send(part, *self._waiting.pop(part))
 
+    @contextmanager
+    def on_device(
+        self, part: Hashable, host: Host, state: dict[Any, dict[str, Any]]
+    ) -> Iterator[defaultdict[Any, dict[str, Any]]]:
+        """A context for the step of a part: it gives the part's state on the device, and puts what the step has made
+        of it into ``state``, on the host."""
+        on_device = self.take(part, host, state)
+        try:
+            yield on_device
+        finally:
+            state.update(self.give_back(on_device))
+
     def settle(self) -> None:
         """Let the computation wait for all running copies, and release the device's memory."""
         self._waiting.clear()
@@ -237,13 +250,6 @@ def host_of_state(p: torch.Tensor) -> Host | None:
     """The host that stores the state of this parameter between steps. None: the parameter's device stores it."""
     unit = unit_of(p)
     return unit.state_host if unit is not None else None
-
-
-def host_of_whole(p: torch.Tensor) -> Host | None:
-    """The host that stores the state of this parameter between steps if the parameter is stepped whole, on the
-    device."""
-    unit = unit_of(p)
-    return (unit.host or unit.state_host) if unit is not None else None
 
 
 @torch.no_grad()

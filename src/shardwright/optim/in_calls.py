@@ -90,9 +90,9 @@ def _step_through_device(
         calls(rest, inner)
     for (unit, host, mine, state), following in itertools.zip_longest(parts, parts[1:]):
         if calls.failure is None:
-            on_device = host_state.take(unit, host, state)
-            if following is not None:
-                host_state.send(following[0], following[1], following[3].values())
-            calls(mine, on_device)
-            inner.update(host_state.give_back(on_device))
+            with host_state.on_device(unit, host, state) as on_device:
+                if following is not None:
+                    host_state.send(following[0], following[1], following[3].values())
+                calls(mine, on_device)
+            inner.update(state)
     host_state.settle()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shardwright.engine.compat import step_without_hooks
 from shardwright.optim.needs import Need, newton_schulz_cost
-from shardwright.optim.updates import Updates, muon_updates
+from shardwright.optim.whole.updates import Updates, muon_updates
 
 #: Names of output layers. Modules with a number in their path are not output layers, since they are in repeated blocks.
 _OUTPUTS = {

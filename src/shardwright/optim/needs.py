@@ -1,6 +1,6 @@
 """The pieces of a parameter that an optimizer needs whole: single elements, blocks of elements, or the whole tensor.
 
-This file finds the need of an optimizer, and raises an error if a layout cuts such a piece. ``owners`` makes whole
+This file finds the need of an optimizer, and raises an error if a layout cuts such a piece. ``whole`` steps whole
 tensors. Nothing here communicates.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright.engine import RaggedTensor, cut_dim, unit_of
+from shardwright.engine import unit_of
+from shardwright.optim.cuts import cut_inside, is_cut_twice
 
 #: Elements in a block, counted in row-major order from the tensor's first (1: each element alone), or the whole tensor.
 Need = int | Literal["tensor"]
@@ -144,14 +144,14 @@ def _checked(need: Any, what: str) -> Need:
 
 
 def _refuse_cut_blocks(name: str, p: torch.Tensor, block: int) -> None:
-    if _is_cut_twice(p):
+    if is_cut_twice(p):
         raise ValueError(
             f"The optimizer needs blocks of {block} consecutive elements of parameter {name!r} of shape "
             f"{tuple(p.shape)} in one piece. Tensor parallelism has cut the parameter, and the blocks of its parts "
             "are not blocks of the whole. Use an optimizer that updates single elements for it, or do not "
             "parallelize it."
         )
-    cut = _cut_inside(p, block)
+    cut = cut_inside(p, block)
     if cut is None:
         return
     row = (
@@ -171,37 +171,3 @@ def _refuse_cut_blocks(name: str, p: torch.Tensor, block: int) -> None:
         f"The optimizer needs blocks of {block} consecutive elements of parameter {name!r} of shape {tuple(p.shape)} "
         f"in one piece. The layout cuts it before element {cut}, inside a block. Shard its unit with {fix}."
     )
-
-
-def _is_cut_twice(p: torch.Tensor) -> bool:
-    """Whether it is cut over mesh axes that are not data-parallel, or over several axes."""
-    if isinstance(p, RaggedTensor):
-        return p.spec.parallel is not None and bool(p.spec.parallel.groups)
-    if not isinstance(p, DTensor):
-        return False
-    sizes = zip(p.placements, p.device_mesh.shape, strict=True)
-    return sum(cut_dim(placement) is not None and size > 1 for placement, size in sizes) > 1
-
-
-def _cut_inside(p: torch.Tensor, block: int) -> int | None:
-    """The first element of a part that begins inside a block; None if no block is cut."""
-    if isinstance(p, RaggedTensor):
-        cuts = [start for start, stop in p.spec.ranges if 0 < start < stop]
-        return next((cut for cut in cuts if cut % block), None)
-    if not isinstance(p, DTensor):
-        return None
-    for axis, placement in enumerate(p.placements):
-        ranks = p.device_mesh.shape[axis]
-        dim = cut_dim(placement)
-        if dim is None or ranks == 1:
-            continue
-        slices = math.prod(p.shape[dim + 1 :])
-        step = -(-p.shape[dim] // ranks) * slices  # as torch.chunk cuts
-        whole = p.shape[dim] * slices
-        if step >= whole:
-            continue  # all on the first rank
-        if step % block:
-            return step
-        if dim and whole % block:  # a block is longer than the elements between two cuts
-            return whole
-    return None

@@ -1,7 +1,7 @@
 """Optimizers over sharded parameters: inside ``step`` plain local tensors stand in for the DTensors.
 
 ``param_groups`` and ``state`` hold DTensors between steps, as checkpoints expect. The arithmetic of a step never sees
-them, because dispatch through DTensor takes several times as long as the step itself. ``owners`` steps the parameters
+them, because dispatch through DTensor takes several times as long as the step itself. ``whole`` steps the parameters
 that an optimizer needs whole.
 """
 
@@ -37,12 +37,11 @@ from shardwright.engine.compat import (
     uncompiled,
 )
 from shardwright.init import value_of
-from shardwright.optim.blocks import block_spec
 from shardwright.optim.companion import ShardedCompanion, sharded_companion
+from shardwright.optim.cuts import block_spec
 from shardwright.optim.host_state import (
     HostState,
     host_of_state,
-    host_of_whole,
     kept_from_device,
     loaded,
     moved_to_host,
@@ -50,10 +49,10 @@ from shardwright.optim.host_state import (
 from shardwright.optim.in_calls import step_in_calls
 from shardwright.optim.kept import prepared
 from shardwright.optim.needs import Need, Needs, check, cost_of, name_of, needs_of
-from shardwright.optim.owners import Owners
 from shardwright.optim.stand_ins import SHARDED, LocalStandIn, ragged_spec
-from shardwright.optim.updates import updates_of
-from shardwright.optim.whole_state import mapped
+from shardwright.optim.whole.state import host_of_whole, mapped
+from shardwright.optim.whole.step import Owners
+from shardwright.optim.whole.updates import updates_of
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
@@ -424,12 +423,11 @@ class _ShardedStep:
         host_state = sharded_companion(self).host_state
         assert host_state is not None
         inner = self.state
-        self.state = host_state.take(unit, host, inner)
-        try:
-            yield
-        finally:
-            on_device, self.state = self.state, inner
-            inner.update(host_state.give_back(on_device))
+        with host_state.on_device(unit, host, inner) as self.state:
+            try:
+                yield
+            finally:
+                self.state = inner
 
     def _send_state(self, unit: Unit, params: list[torch.Tensor]) -> None:
         """Begin to copy the state of the unit's ``params`` to the device, because they are stepped soon."""

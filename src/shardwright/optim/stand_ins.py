@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardwright.engine import RaggedSpec, RaggedTensor, as_sharded, part_of
 from shardwright.engine.compat import dtensor_of, local_of
-from shardwright.optim.blocks import block_spec
+from shardwright.optim.cuts import block_spec
 from shardwright.optim.needs import name_of
 
 SHARDED = (DTensor, RaggedTensor)

@@ -1,7 +1,7 @@
 """Steps in two parts: a tensor's owner computes an update from the gradient, and every rank applies it to its part.
 
 So only gradients move to owners, and only updates move back. This file has the updates of torch's Muon, and finds those
-of an optimizer. ``owners`` computes updates, ``rounds`` moves and applies them. Nothing here communicates.
+of an optimizer. ``step`` computes updates, and ``plan`` moves and applies them. Nothing here communicates.
 """
 
 from __future__ import annotations
