@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwright.checkpoint import is_checkpoint, load_pretrained
 from shardwright.engine import FSDPModule, RankGroup
-from shardwright.integrations import named_files, named_loading
+from shardwright.integrations import named_loading
 from shardwright.integrations.fabric_models import Forward
 
 
@@ -52,7 +52,7 @@ def read_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
             f"{path} is a sharded checkpoint, which is loaded into a model. Pass "
             "fabric.load(path, state={'model': model, ...})."
         )
-    return named_files.read_file(path, weights_only)  # type: ignore[no-any-return]
+    return named_loading.read_file(path, weights_only)  # type: ignore[no-any-return]
 
 
 def load_weights(path: Path, module: nn.Module, strict: bool, weights_only: bool | None) -> None:
@@ -70,5 +70,5 @@ def load_weights(path: Path, module: nn.Module, strict: bool, weights_only: bool
     if path.is_dir() or path.name.endswith((".safetensors", ".json")):
         load_pretrained(model, path, allow_missing=not strict, allow_unexpected=not strict)
         return
-    weights = RankGroup().run_own(lambda: named_files.read_file(path, weights_only))
+    weights = RankGroup().run_own(lambda: named_loading.read_file(path, weights_only))
     model.load_state_dict(weights, strict=strict)

@@ -1,7 +1,8 @@
 """Checkpoints of a dict of models, optimizers and other values by name, as Lightning Fabric's ``save`` takes it.
 
 In one file, as an unsharded run writes it, or in a folder of ``shardwright.checkpoint``, under the keys of the dict.
-Either appears under its name once it is whole. ``named_loading.py`` reads both. No framework is imported here.
+Either appears under its name once it is whole. Each key has a :class:`NamedValue`, which knows what is saved of it,
+what fits it and how it is restored. ``named_loading.py`` reads files and folders. No framework is imported here.
 """
 
 from __future__ import annotations
@@ -9,107 +10,310 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright.checkpoint import save_state, write_file
-from shardwright.engine import FSDPModule, RankGroup
-from shardwright.integrations.named_files import check_target
-from shardwright.optim import mapped
+from shardwright.checkpoint import StoredForm, is_checkpoint, save_state, write_file
+from shardwright.engine import FSDPModule, RaggedTensor, RankGroup, companion_of, unit_of
+from shardwright.optim import ShardedCompanion, mapped
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
 KINDS = "fabric"  #: the note in an index with the kind of each key, as JSON
-MODEL, OPTIMIZER, VALUE = "model", "optimizer", "value"  #: the kinds
+VALUE = "value"  #: the kind of what is neither model nor optimizer
 
 
-@dataclass(frozen=True)
-class StateByKind:
-    """A state by kind, each by its key."""
+# -- what a state has --------------------------------------------------------------------------------------------------
 
-    models: dict[str, nn.Module]
-    optimizers: dict[str, Optimizer]
-    others: dict[str, Any]
 
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> StateByKind:
-        """Sort a state.
+@dataclass
+class NamedValue:
+    """What a state has under one key. This class is for values that are neither models nor optimizers.
+
+    A value with ``state_dict`` and ``load_state_dict`` is saved and restored by them, another is replaced.
+    """
+
+    kind: ClassVar[str] = VALUE
+    key: str
+    value: Any
+    _own: Any = field(default=None, init=False)  #: its present state, while it is restored
+
+    @property
+    def _has_state(self) -> bool:
+        return all(callable(getattr(self.value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def to_save(self) -> Any:
+        """Return what a folder stores."""
+        return self.value.state_dict() if self._has_state else self.value
+
+    def fitting(self, path: Path, stored: Any, strict: bool) -> Any:
+        """Return the part of ``stored`` to restore, whose tensors are :class:`StoredForm`, or raise if it does not fit.
 
         Raises:
-            TypeError: a module is not sharded.
-            ValueError: there is no model, or an optimizer's parameters are in none.
+            ValueError: it is no optimizer's state, or that of another optimizer.
+            RuntimeError: lists all that a model misses, does not have, or has in another shape.
         """
-        models = {key: each for key, each in state.items() if isinstance(each, nn.Module)}
-        for key, model in models.items():
-            if not isinstance(model, FSDPModule):
-                raise TypeError(
-                    f"state[{key!r}] is a {type(model).__name__} that is not sharded, so each rank would save a "
-                    "different one. Set it up first (model = fabric.setup(model)), or pass its state_dict()."
-                )
-        if not models:
-            raise ValueError(
-                f"The state has no model, only {', '.join(map(repr, state)) or 'nothing'}. Add the model that "
-                "fabric.setup returned: state={'model': model, ...}."
-            )
-        optimizers = {key: each for key, each in state.items() if isinstance(each, Optimizer)}
-        others = {key: each for key, each in state.items() if key not in models and key not in optimizers}
-        parts = cls(models, optimizers, others)
-        for key in optimizers:
-            parts.names_of(key)
-        return parts
+        self._own = self.to_save()
+        return stored
 
-    def names_of(self, key: str) -> list[list[str]]:
-        """The names of an optimizer's parameters, by group. Those of several models have the model's key in front."""
+    def target(self, form: StoredForm, keys: tuple[Any, ...]) -> Tensor:
+        """Return a tensor to read a stored one into: a new one that is cut as the DTensor at ``keys`` of this value, or
+        whole on the host."""
+        own = self._own
+        for key in keys:
+            try:
+                own = own[key]
+            except (LookupError, TypeError):
+                own = None
+        if isinstance(own, DTensor) and tuple(own.shape) == form.shape and own.dtype == form.dtype:
+            return own.detach().clone()
+        return torch.empty(form.shape, dtype=form.dtype)
+
+    def restore(self, stored: Any, strict: bool) -> Any:
+        """Restore the value in place if it can be, and return it or the one that replaces it."""
+        if not self._has_state:
+            return stored
+        self.value.load_state_dict(stored)
+        return self.value
+
+
+@dataclass
+class NamedModel(NamedValue):
+    """A sharded model of a state."""
+
+    kind: ClassVar[str] = "model"
+
+    def fitting(self, path: Path, stored: Any, strict: bool) -> Any:
+        stored = stored if isinstance(stored, Mapping) else {"": stored}
+        mine = self._own = self.value.state_dict()
+        problems = []
+        if strict and (missing := [name for name in mine if name not in stored]):
+            problems.append(f"missing in the checkpoint: {_names_in_words(missing)}")
+        if strict and (unexpected := [name for name in stored if name not in mine]):
+            problems.append(f"unexpected in the checkpoint: {_names_in_words(unexpected)}")
+        for name, value in mine.items():
+            each = stored.get(name)
+            shape = each.shape if isinstance(each, StoredForm) else "no tensor"
+            if isinstance(value, Tensor) and name in stored and shape != tuple(value.shape):
+                problems.append(f"{name!r} is {tuple(value.shape)} here and {shape} in the checkpoint")
+        if problems:
+            raise RuntimeError(
+                f"The checkpoint {path} does not fit state[{self.key!r}]: {'; '.join(problems)}."
+            )
+        return {name: stored[name] for name in mine if name in stored}
+
+    def target(self, form: StoredForm, keys: tuple[Any, ...]) -> Tensor:
+        own = self._own[keys[0]]
+        return own if isinstance(own, Tensor) else torch.empty(form.shape, dtype=form.dtype)
+
+    def restore(self, stored: Any, strict: bool) -> Any:
+        self.value.load_state_dict(stored, strict=strict)
+        return self.value
+
+
+@dataclass
+class NamedOptimizer(NamedValue):
+    """An optimizer of a state, whose parameters belong to models of the state.
+
+    Attributes:
+        models: the models of the state.
+        names: the names of its parameters, by group. Those of several models have the model's key in front.
+    """
+
+    kind: ClassVar[str] = "optimizer"
+    models: dict[str, nn.Module]
+    names: list[list[str]] = field(init=False)
+
+    def __post_init__(self) -> None:
         owners = {
             id(p): (m, name) for m, model in self.models.items() for name, p in model.named_parameters()
         }
-        groups = [group["params"] for group in self.optimizers[key].param_groups]
-        owners_of_groups = [[owners.get(id(p)) for p in params] for params in groups]
-        several = len({each[0] for group in owners_of_groups for each in group if each is not None}) > 1
-        names = []
-        for group, params in zip(owners_of_groups, groups, strict=True):
-            for each, p in zip(group, params, strict=True):
-                if each is None:
-                    raise ValueError(
-                        f"state[{key!r}] is a {type(self.optimizers[key]).__name__} with a parameter of shape "
-                        f"{tuple(p.shape)} that no model in the state has. Add its model to the state, and set up "
-                        "model and optimizer first."
-                    )
-            names.append(
-                [f"{each[0]}.{each[1]}" if several else each[1] for each in group if each is not None]
-            )
-        return names
+        for p in self.parameters:
+            if id(p) not in owners:
+                raise ValueError(
+                    f"state[{self.key!r}] is a {type(self.value).__name__} with a parameter of shape {tuple(p.shape)} "
+                    "that no model in the state has. Add its model to the state, and set up model and optimizer first."
+                )
+        several = len({owners[id(p)][0] for p in self.parameters}) > 1
+        self.names = [
+            [".".join(owners[id(p)]) if several else owners[id(p)][1] for p in group["params"]]
+            for group in self.value.param_groups
+        ]
 
-    def kinds(self) -> dict[str, str]:
-        """The kind of value of each key of the state."""
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [p for group in self.value.param_groups for p in group["params"]]
+
+    @property
+    def _flat_names(self) -> list[str]:
+        return [name for group in self.names for name in group]
+
+    def to_save(self) -> Any:
+        """Return its state dict with names for the numbers of parameters, which depend on how it was made."""
+        state, names = self.value.state_dict(), self._flat_names
         return {
-            **dict.fromkeys(self.models, MODEL),
-            **dict.fromkeys(self.optimizers, OPTIMIZER),
-            **dict.fromkeys(self.others, VALUE),
+            "state": {names[number]: values for number, values in state["state"].items()},
+            "param_groups": [
+                {**group, "params": list(here)}
+                for group, here in zip(state["param_groups"], self.names, strict=True)
+            ],
         }
 
-    def values_of_others(self) -> dict[str, Any]:
-        """Values to write for the other keys: the state dict of each object that has one."""
-        return {k: v.state_dict() if has_state(v) else v for k, v in self.others.items()}
+    def fitting(self, path: Path, stored: Any, strict: bool) -> Any:
+        self._by_number(stored)
+        return stored
+
+    def _by_number(self, stored: Any) -> dict[str, Any]:
+        """Return a stored state dict with the numbers of parameters here.
+
+        Raises:
+            ValueError: it is not of an optimizer with the same parameters in the same groups.
+        """
+        try:
+            theirs = [list(group["params"]) for group in stored["param_groups"]]
+            state = dict(stored.get("state", {}))  # before its first step an optimizer has none
+        except (TypeError, ValueError, LookupError, AttributeError):
+            raise ValueError(
+                f"The value stored as {self.key!r} is not the state dict of an optimizer."
+            ) from None
+        mine, sizes = [len(group) for group in self.names], [len(group) for group in theirs]
+        if mine != sizes:
+            raise ValueError(
+                f"Optimizer {self.key!r} has groups of {mine} parameters, the stored optimizer has groups of {sizes}. "
+                "Build the optimizer with the same groups as at the save."
+            )
+        number = {name: i for i, name in enumerate(self._flat_names)}
+        numbers: dict[str | int, int] = {}  #: by the parameter as the stored state calls it
+        for group, here in zip(theirs, self.names, strict=True):
+            by_name = all(isinstance(each, str) for each in group)
+            if by_name and (other := set(group) ^ set(here)):
+                raise ValueError(
+                    f"Optimizer {self.key!r} was saved with other parameters in a group: "
+                    f"{_names_in_words(sorted(other))}. Build the optimizer with the same groups as at the save."
+                )
+            order = group if by_name else here
+            numbers.update({each: number[name] for each, name in zip(group, order, strict=True)})
+        parameters = self.parameters
+        for each, values in state.items():
+            if each not in numbers:
+                raise ValueError(
+                    f"The value stored as {self.key!r} has the state of a parameter {each!r} that is in none of its "
+                    "groups."
+                )
+            self._check_shapes(each, parameters[numbers[each]], values)
+        return {
+            "state": {numbers[each]: values for each, values in state.items()},
+            "param_groups": [
+                {**group, "params": [number[name] for name in here]}
+                for group, here in zip(stored["param_groups"], self.names, strict=True)
+            ],
+        }
+
+    def _check_shapes(self, name: str | int, p: Tensor, values: Any) -> None:
+        if not isinstance(values, Mapping):
+            raise ValueError(f"The state of parameter {name!r} that is stored as {self.key!r} is no dict.")
+        companion = companion_of(self.value)
+        whole = companion.whole if isinstance(companion, ShardedCompanion) else ()
+        if p in whole or hasattr(self.value, "state_per_block"):
+            return
+        for what, value in values.items():
+            shape = getattr(value, "shape", ())  # of a tensor, or of one in the checkpoint
+            if shape and tuple(shape) != tuple(p.shape):
+                raise ValueError(
+                    f"The stored {what!r} of optimizer {self.key!r} for parameter {name!r} has shape {tuple(shape)}, "
+                    f"but the parameter has shape {tuple(p.shape)}. It was saved for another model, or with "
+                    "parameters in another order."
+                )
+
+    def target(self, form: StoredForm, keys: tuple[Any, ...]) -> Tensor:
+        """Return a tensor to read a stored one into. One of a parameter's shape is cut as the parameter is."""
+        parameters = dict(zip(self._flat_names, self.parameters, strict=True))
+        p = parameters.get(keys[1]) if keys[0] == "state" and len(keys) > 1 else None
+        unit = unit_of(p) if p is not None else None
+        if p is None or unit is None or not form.shape or form.shape != tuple(p.shape):
+            return torch.empty(form.shape, dtype=form.dtype)
+        managed = unit.managed(p)
+        return _as_dtensor(managed.cut.wrap(torch.empty_like(managed.local, dtype=form.dtype)))
+
+    def restore(self, stored: Any, strict: bool) -> Any:
+        by_number, parameters = self._by_number(stored), self.parameters
+        by_number["state"] = {
+            number: mapped(values, partial(_placed, p=parameters[number]))
+            for number, values in by_number["state"].items()
+        }
+        self.value.load_state_dict(by_number)
+        return self.value
 
 
-def agreed_parts(state: Mapping[str, Any], ranks: RankGroup) -> StateByKind:
-    """A state that has the same keys on every rank. Every rank must call it.
+def _placed(value: Any, p: Tensor) -> Any:
+    """Return this rank's part of a whole tensor of the parameter's shape, and other tensors in memory of their own."""
+    if not isinstance(value, Tensor) or isinstance(value, (DTensor, RaggedTensor)):
+        return value
+    unit = unit_of(p)
+    if unit is None or not value.ndim or value.shape != p.shape:
+        return value.clone()
+    cut = unit.managed(p).cut
+    return _as_dtensor(cut.wrap(cut.part_of(value).to(p.device).clone(memory_format=torch.contiguous_format)))
+
+
+def _as_dtensor(value: Any) -> Any:
+    return value.as_dtensor() if isinstance(value, RaggedTensor) else value
+
+
+def _names_in_words(names: list[str]) -> str:
+    text = ", ".join(map(repr, names[:10]))
+    return f"{text} and {len(names) - 10} more" if len(names) > 10 else text
+
+
+def named_values(state: Mapping[str, Any]) -> dict[str, NamedValue]:
+    """Return what a state has: models first, then optimizers, then other values.
 
     Raises:
-        TypeError, ValueError: on every rank, as :meth:`StateByKind.of`, or because the keys differ.
+        TypeError: a module is not sharded.
+        ValueError: there is no model, or an optimizer's parameters are in none.
     """
-    sorted_parts: list[StateByKind] = []
+    models = {key: each for key, each in state.items() if isinstance(each, nn.Module)}
+    for key, model in models.items():
+        if not isinstance(model, FSDPModule):
+            raise TypeError(
+                f"state[{key!r}] is a {type(model).__name__} that is not sharded, so each rank would save a "
+                "different one. Set it up first (model = fabric.setup(model)), or pass its state_dict()."
+            )
+    if not models:
+        raise ValueError(
+            f"The state has no model, only {', '.join(map(repr, state)) or 'nothing'}. Add the model that "
+            "fabric.setup returned: state={'model': model, ...}."
+        )
+    optimizers = {key: each for key, each in state.items() if isinstance(each, Optimizer)}
+    return {
+        **{key: NamedModel(key, each) for key, each in models.items()},
+        **{key: NamedOptimizer(key, each, models) for key, each in optimizers.items()},
+        **{
+            key: NamedValue(key, each)
+            for key, each in state.items()
+            if key not in models and key not in optimizers
+        },
+    }
 
-    def sort() -> dict[str, str]:
-        sorted_parts.append(StateByKind.of(state))
-        return sorted_parts[0].kinds()
+
+def agreed_values(state: Mapping[str, Any], ranks: RankGroup) -> dict[str, NamedValue]:
+    """Return what a state has, whose keys are the same on every rank. Every rank must call it.
+
+    Raises:
+        TypeError, ValueError: on every rank, as :func:`named_values`, or because the keys differ.
+    """
+    things: dict[str, NamedValue] = {}
+
+    def kinds() -> dict[str, str]:
+        things.update(named_values(state))
+        return {key: thing.kind for key, thing in things.items()}
 
     def error(others: list[int], theirs: dict[str, str], first: dict[str, str]) -> Exception:
         keys = sorted(theirs.keys() | first.keys(), key=str)
@@ -119,27 +323,25 @@ def agreed_parts(state: Mapping[str, Any], ranks: RankGroup) -> StateByKind:
             "rank 0. Pass a state with the same keys on every rank."
         )
 
-    ranks.check_equal(ranks.run_on_all(sort), error)
-    return sorted_parts[0]
+    ranks.check_equal(ranks.run_on_all(kinds), error)
+    return things
 
 
 def _kind_in_words(kinds: Mapping[str, str], key: str) -> str:
-    return {MODEL: "a model", OPTIMIZER: "an optimizer", VALUE: "a value"}.get(kinds.get(key, ""), "missing")
+    return {"model": "a model", "optimizer": "an optimizer", VALUE: "a value"}.get(
+        kinds.get(key, ""), "missing"
+    )
 
 
-def has_state(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+# -- saving ------------------------------------------------------------------------------------------------------------
 
 
 def _filtered(key: str, values: Any, filter: Filter) -> Any:
-    """The entries of a dict that the filter keeps; other values have no names to filter by."""
+    """Return the entries of a dict that the filter keeps; other values have no names to filter by."""
     keep = filter.get(key)
     if keep is None or not isinstance(values, dict):
         return values
     return {name: value for name, value in values.items() if keep(name, value)}
-
-
-# -- saving ------------------------------------------------------------------------------------------------------------
 
 
 def save_full(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
@@ -152,17 +354,23 @@ def save_full(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
         OSError: on every rank: the file cannot be written. Anything there is unchanged.
     """
     ranks = RankGroup()
-    parts = agreed_parts(state, ranks)
-    keep = ranks.is_first
-    ranks.run_on_first(lambda: check_target(path))
-    whole: dict[str, Any] = {}
-    for key, model in parts.models.items():
-        whole[key] = _filtered(key, _gathered(model.state_dict(), keep), filter)
-    for key, optimizer in parts.optimizers.items():
-        whole[key] = _filtered(key, _gathered(optimizer.state_dict(), keep), filter)
+    things = agreed_values(state, ranks)
+
+    def check_target() -> None:
+        if not is_checkpoint(path) and path.is_dir():
+            raise IsADirectoryError(
+                f'{path} is a folder, but state_dict_type="full" writes one file. Choose another path.'
+            )
+
+    ranks.run_on_first(check_target)
+    whole = {
+        key: _filtered(key, _gathered(thing.value.state_dict(), ranks.is_first), filter)
+        for key, thing in things.items()
+        if thing.kind != VALUE
+    }
 
     def write() -> None:
-        others = parts.values_of_others()
+        others = {key: thing.to_save() for key, thing in things.items() if thing.kind == VALUE}
         whole.update({key: _filtered(key, value, filter) for key, value in others.items()})
         write_file(path, functools.partial(torch.save, whole))
 
@@ -180,7 +388,7 @@ def save_sharded(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
         OSError: on every rank: the folder cannot be written. Anything there is unchanged.
     """
     ranks = RankGroup()
-    parts = agreed_parts(state, ranks)
+    things = agreed_values(state, ranks)
     contents: dict[str, Any] = {}
 
     def collect() -> None:
@@ -188,21 +396,17 @@ def save_sharded(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
             raise ValueError(
                 f"The state has the key {odd[0]!r}; the keys of a sharded checkpoint are strings."
             )
-        for key, model in parts.models.items():
-            contents[key] = _filtered(key, model.state_dict(), filter)
-        for key, optimizer in parts.optimizers.items():
-            contents[key] = _filtered(key, _by_name(optimizer.state_dict(), parts.names_of(key)), filter)
-        for key, value in parts.values_of_others().items():
-            contents[key] = _filtered(key, value, filter)
+        contents.update({key: _filtered(key, thing.to_save(), filter) for key, thing in things.items()})
 
     ranks.run_on_all(collect)
     if not ranks.is_first:
         contents = mapped(contents, lambda value: value if hasattr(value, "to_local") else None)
-    save_state(path, contents, overwrite=True, notes={KINDS: json.dumps(parts.kinds())})
+    kinds = {key: thing.kind for key, thing in things.items()}
+    save_state(path, contents, overwrite=True, notes={KINDS: json.dumps(kinds)})
 
 
 def _gathered(values: dict[str, Any], keep: bool) -> dict[str, Any]:
-    """Whole tensors on the host, where they are kept. Every rank must come."""
+    """Return whole tensors on the host, where ``keep``, else None in their places. Every rank must come."""
 
     def gather(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -212,15 +416,3 @@ def _gathered(values: dict[str, Any], keep: bool) -> dict[str, Any]:
         return whole.cpu() if keep else None
 
     return {key: mapped(value, gather) for key, value in values.items()}
-
-
-def _by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """An optimizer's state dict with names for its numbers, which depend on how it was made."""
-    flat = [name for group in names for name in group]
-    return {
-        "state": {flat[number]: values for number, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": list(group_names)}
-            for group, group_names in zip(state["param_groups"], names, strict=True)
-        ],
-    }
