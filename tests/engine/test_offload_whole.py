@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 import shardwright as sw
 from shardwright.engine.base.offload import Host
 from shardwright.engine.compat.dtensor import local_of
-from shardwright.optim import moves
-from shardwright.engine.compat.private import local_of
 from shardwright.optim.host_state import HostState
 from shardwright.optim.whole import plan
 from tests.engine.kit.models import Model, build, shard
