@@ -232,7 +232,7 @@ PERIOD = Rules(
 
 @pytest.mark.parametrize("first", [2, 3])
 def test_a_piece_that_is_there_once_is_repeated(first: int) -> None:
-    """Of few layers all but one may be beside an end, and differ: the first frees nothing of a layer before it."""
+    """All of few layers but one may be beside an end, and differ: the first frees nothing of a layer before it."""
     programs = written(PERIOD, first), written(PERIOD, first + 1)
     program = compose(programs, first, WANTED, EDGE)
     assert program is not None and plain(program) == plain(written(PERIOD, WANTED))

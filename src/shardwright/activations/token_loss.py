@@ -18,15 +18,18 @@ from torch.distributed.tensor import DTensor
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, ignore_index: int = -100
+) -> Tensor:
     """Return the cross-entropy of each token, float [T].
 
     Args:
         logits: float [T, V].
         targets: int64 [T].
         label_smoothing: the part of the target's probability that is spread evenly over all classes.
+        ignore_index: the target of tokens whose loss is 0; not with ``label_smoothing``.
     """
-    losses_T = F.cross_entropy(logits, targets, reduction="none")
+    losses_T = F.cross_entropy(logits, targets, reduction="none", ignore_index=ignore_index)
     if not label_smoothing:
         return losses_T
     # torch's own argument refuses logits that are cut over the vocabulary, and inside ``loss_parallel`` their
@@ -65,6 +68,9 @@ def losses_of_tokens(
     """
     logits_TV = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     targets_T = targets.flatten()
+    if loss is cross_entropy:  # it leaves out ignored targets itself, without further kernels
+        losses_T = cross_entropy(logits_TV, targets_T, ignore_index=ignore_index)
+        return losses_T.full_tensor() if isinstance(losses_T, DTensor) else losses_T
     counted_T = targets_T != ignore_index
     losses_T = loss(logits_TV, targets_T.where(counted_T, 0))
     if (

@@ -23,7 +23,7 @@ from shardwright.engine.extend import (
 from shardwright.train.config import Config
 from shardwright.train.config.keys import keys
 from shardwright.train.errors import UserError
-from shardwright.train.extend import NamedOptimizer, hooks, kinds, optimizers, sinks
+from shardwright.train.extend import NamedOptimizer, hooks, kinds, losses as losses_by_name, optimizers, sinks
 from shardwright.train.models.build import build_model
 from shardwright.train.parallel.checks import check_ranks
 from shardwright.train.run.same_job import differences
@@ -34,7 +34,16 @@ EXAMPLES = {name: code for code, name in re.findall(r"```python\n(# (\S+)\n.*?)`
 HOOKS = [name for name, code in EXAMPLES.items() if "TrainerHook" in code]
 COMMANDS = [shlex.split(command) for command in re.findall(r"```sh\n(.*?)\n```", PAGE, re.DOTALL)]
 COMMANDS = [command for command in COMMANDS if "--train.epochs" not in command]  # which needs no file
-REGISTRIES: list[Registry[Any]] = [strategies, layouts, memories, optimizers, kinds, sinks, hooks]
+REGISTRIES: list[Registry[Any]] = [
+    strategies,
+    layouts,
+    memories,
+    optimizers,
+    kinds,
+    losses_by_name,
+    sinks,
+    hooks,
+]
 
 
 @pytest.fixture
