@@ -158,11 +158,12 @@ def _torch() -> dict[str, Any]:
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     facts["engine_error"] = facts["memory_error"] = None
     try:
-        import shardwright.engine  # which probes this torch
+        from shardwright.engine import fully_shard  # noqa: F401 - which probes this torch
+        from shardwright.engine.compat import prepare_to_swap_memory
     except Exception as error:
         return facts | {"engine_error": error_text(error)}
     try:
-        shardwright.engine.compat.private.prepare_to_swap_memory()
+        prepare_to_swap_memory()
     except RuntimeError as error:
         facts["memory_error"] = error_text(error)
     return facts

@@ -35,12 +35,12 @@ def host_memory() -> dict[str, int | None]:
     """
     memory: dict[str, int | None] = {"total": None, "available": None, "limit": None, "limit_used": None}
     with suppress(OSError, ValueError):  # on another system than Linux
-        memory["total"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        total = memory["total"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         table = Path("/proc/meminfo").read_text()
         if available := re.search(r"^MemAvailable:\s+(\d+) kB$", table, re.MULTILINE):
             memory["available"] = int(available[1]) * 1024
         limited = group_limit(Path("/proc/self/cgroup").read_text())
-        if limited and limited[0] < memory["total"]:
+        if limited and limited[0] < total:
             memory["limit"], memory["limit_used"] = limited
     return memory
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         number_of_running_node,
         only_schedulers_wrap,
         outside_dispatch_modes,
+        prepare_to_swap_memory,
         quick_attributes,
         ranks_by_group_name,
         ranks_of_collective,
