@@ -24,7 +24,7 @@ COLLECTIVES = {
 }  # fmt: skip
 #: Where no note is needed, with the reason and the number of calls.
 EXCEPTIONS = {
-    "cli/doctor/links.py": ("no job runs: two processes of a measurement, which have a limit", 4),
+    "cli/doctor/links.py": ("no job runs: processes of a measurement, which have a limit", 4),
     "engine/comm/gradient_hooks.py": ("the caller notes them", 3),
     "engine/comm/memory.py": ("once, on a GPU, where the engine is built", 1),
     "planner/tracing/collective_times.py": ("measurements, which no run waits for", 1),

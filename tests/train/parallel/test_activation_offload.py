@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from shardwright.activations import offload
 from shardwright.activations.offload import ActivationOffload
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
+from shardwright.train.parallel import activations
 from shardwright.train.parallel.checks import check_ranks
 from tests.support import multirank
 from tests.support.matrix import generate
@@ -95,7 +95,7 @@ def trained(config: Config, rank: int, world_size: int) -> tuple[list[Any], dict
 
 def check(row: dict[str, Any], rank: int, world_size: int, path: str = "") -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "SMALLEST", 1)
+        patch.setattr(activations, "SMALLEST", 1)
         config = config_of(row, path)
         plain = config.model_copy(
             update={"activations": config.activations.model_copy(update={"offload": "none"})}
@@ -144,7 +144,7 @@ def test_models_of_transformers(
 def test_too_little_memory_of_the_host_is_a_mistake_of_the_user(rank: int, world_size: int) -> None:
     row = {name: values[0] for name, values in AXES.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "SMALLEST", 1)
+        patch.setattr(activations, "SMALLEST", 1)
         patch.setattr(offload.Host, "bytes_for_rank", lambda self: 5000)
         job = trainer(config_of(row), rank, world_size)
         with pytest.raises(

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from shardwright.activations import offload
 from shardwright.context import Split, shard
 from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.models.native.context import divide_samples
+from shardwright.train.parallel import activations
 from shardwright.train.parallel.checks import check_ranks
 from shardwright.train.step import loading
 from shardwright.train.step.evaluation import check_model, sample_text, validate
@@ -183,7 +183,7 @@ def check(row: dict[str, Any], rank: int, world_size: int, folder: Path) -> None
         config = config_of(settings, context, folder)
         check_ranks(config, world_size)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(offload, "SMALLEST", 1)
+            patch.setattr(activations, "SMALLEST", 1)
             one = trainer(config, rank, world_size, documents(config))
         check_model(one)
         results.append(found_by(one))

@@ -1,147 +1,127 @@
-"""Measurements in processes of their own, and looks with a limit of time: a driver or a disk that hangs costs seconds.
+"""Measurements in processes of their own, which can be killed if a driver, a disk or another rank does not answer.
 
-A process can be killed, unlike a thread. One that a disk holds (state D) cannot: then nobody waits for it. Nothing here
-knows what is measured.
+Nothing here knows what is measured.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from shardwright.cli.doctor.words import without_names
+from shardwright.cli.doctor.findings import error_text
+from shardwright.common.json_text import strict_json
 from shardwright.common.package import FOLDER
 
-CHILD = "shardwright.cli.doctor.child"
-OF_LAUNCHERS = ("GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "WORLD_SIZE")
-"""Beginnings of variables that make a process a rank of somebody's job."""
+LAUNCHER_PREFIXES = ("GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "WORLD_SIZE")
+"""Beginnings of the variables that make a process a rank of somebody's job."""
 
 
 class Unmeasured(Exception):
-    """A measurement that failed or took too long; its text is the reason."""
+    """Raised if a measurement failed; its text is the reason."""
 
 
 class TooLate(Unmeasured):
-    """A measurement that did not end in time."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"it did not end within {seconds:g} s")
+    """Raised if a measurement did not end in time."""
 
 
-def measure_in_children(calls: Sequence[Sequence[Any]], seconds: float) -> list[dict[str, Any]]:
-    """The results of measurements that run at once, each in a process: name and arguments of a row of `child.CALLS`.
+def measure_in_children(
+    measure: Callable[..., dict[str, Any]], calls: Sequence[Sequence[Any]], seconds: float
+) -> list[dict[str, Any]]:
+    """Call a function with several lists of arguments at once, each in a process of its own, and return the results.
+
+    Args:
+        measure: a function of a module, whose result JSON can hold.
+        calls: the arguments for each process.
+        seconds: the time in which all must end.
 
     Raises:
-        TooLate: not all have ended after so many seconds.
-        Unmeasured: one of them failed. In both cases no process stays.
+        TooLate: not all have ended in time.
+        Unmeasured: one of them failed. Whatever is raised, the processes are killed first.
     """
-    started: list[_Process] = []
+    started: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
     deadline = time.monotonic() + seconds
     try:
-        for call in calls:
-            started.append(_Process([*call, seconds]))
-        while any(each.status is None for each in started):
-            if any(each.status for each in started):
-                break  # the others would wait for it
+        for arguments in calls:
+            started.append(_start(pickle.dumps((measure, arguments, seconds))))
+        while None in (states := [process.poll() for process, _ in started]):
+            if any(states):
+                break  # one has failed, and the others would wait for it
             if time.monotonic() > deadline:
-                raise TooLate(seconds)
+                raise TooLate(f"it did not end within {seconds:g} s")
             time.sleep(0.02)
-        for each in started:
-            if each.status:
-                raise Unmeasured(each.reason)
-        return [each.result for each in started]
+        for process, output in started:
+            if process.returncode:
+                raise Unmeasured(_outcome(process, output).get("reason"))
+        return [_outcome(process, output)["result"] for process, output in started]
     except OSError as error:
         raise Unmeasured(f"no process could be started ({error.strerror or error})") from None
     finally:
-        for each in started:
-            each.end()
+        for process, output in started:
+            if process.poll() is None:
+                with suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(1)  # a process that a disk holds in the kernel does not end even when killed
+            output.close()
 
 
-def within(seconds: float, look: Callable[[], Any]) -> Any:
-    """The result of a call on a thread, whose exceptions are raised here.
+def _start(call: bytes) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Start this file as a program, which is no rank of a job, and return it with the file that it prints into."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
+    path = os.pathsep.join(filter(None, (os.path.dirname(FOLDER), kept.get("PYTHONPATH"))))
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe could fill up and hold the process
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwright.cli.doctor.children"],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.DEVNULL,
+        env=kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    with suppress(BrokenPipeError), process.stdin:  # type: ignore[union-attr]
+        process.stdin.write(call)  # type: ignore[union-attr]
+    return process, output
 
-    Raises:
-        TooLate: it has not returned after so many seconds. The thread goes on and ends with the process.
+
+def _outcome(process: subprocess.Popen[bytes], output: IO[bytes]) -> dict[str, Any]:
+    """Return the last line that a process printed: its result, or the reason why it has none."""
+    output.seek(0)
+    try:
+        outcome: dict[str, Any] = json.loads(output.read().splitlines()[-1])
+    except (ValueError, IndexError):
+        status = process.returncode
+        ended = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        return {"reason": f"its process {ended}"}
+    return outcome
+
+
+def main() -> int:
+    """Call the function that standard input holds, and print its result as JSON.
+
+    SIGALRM ends the process after its time even if the process that started it is gone.
     """
-    outcome: list[tuple[bool, Any]] = []
-
-    def run() -> None:
-        try:
-            outcome.append((True, look()))
-        except Exception as error:
-            outcome.append((False, error))
-
-    thread = threading.Thread(target=run, daemon=True, name="doctor")
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
-        raise TooLate(seconds)
-    done, value = outcome[0]
-    if not done:
-        raise value
-    return value
+    measure, arguments, seconds = pickle.load(sys.stdin.buffer)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(math.ceil(seconds) + 1)
+    try:
+        outcome = {"result": measure(*arguments)}
+    except OSError as error:
+        outcome = {"reason": error.strerror or error_text(error)}  # without the name of a file
+    except Exception as error:
+        outcome = {"reason": error_text(error)}
+    print("\n" + strict_json(outcome))
+    return int("reason" in outcome)
 
 
-def _environment() -> dict[str, str]:
-    """The environment of a process that is no rank, has one thread, and finds the same package."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
-    path = os.pathsep.join(each for each in (os.path.dirname(FOLDER), kept.get("PYTHONPATH", "")) if each)
-    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
-class _Process:
-    """A process and what it prints, in files without names: a pipe could fill up and hold it."""
-
-    def __init__(self, call: Sequence[Any]) -> None:
-        self.output, self.errors = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - see end()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", CHILD, json.dumps(call)],
-            stdin=subprocess.DEVNULL,
-            stdout=self.output,
-            stderr=self.errors,
-            env=_environment(),
-            start_new_session=True,
-        )
-
-    @property
-    def status(self) -> int | None:
-        return self.process.poll()
-
-    @property
-    def result(self) -> dict[str, Any]:
-        try:
-            result: dict[str, Any] = json.loads(_lines(self.output)[-1])
-        except (ValueError, IndexError):
-            raise Unmeasured("its process printed no result") from None
-        return result
-
-    @property
-    def reason(self) -> str:
-        """Why it failed, as one line."""
-        status, lines = self.status or 0, _lines(self.errors)
-        if status < 0:
-            return f"its process was ended by signal {-status}"
-        return without_names(lines[-1])[:200] if lines else f"its process ended with status {status}"
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            with suppress(OSError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(1)  # one that a disk holds does not end; nobody waits for it
-        self.output.close()
-        self.errors.close()
-
-
-def _lines(stream: IO[str]) -> list[str]:
-    stream.seek(0)
-    return [line.strip() for line in stream.read().splitlines() if line.strip()]
+if __name__ == "__main__":
+    sys.exit(main())

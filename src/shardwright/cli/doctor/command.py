@@ -21,18 +21,17 @@ def _run(call: Call) -> int:
         print(strict_json(report, indent=2) if options.json else text_of(report))
         return 0
 
-    from shardwright.cli.doctor.clocks import answer_first_rank, is_rank_of_several
-    from shardwright.cli.doctor.hosts import answer_as_host
+    from shardwright.cli.doctor.links import find_hosts, is_rank_of_several
     from shardwright.cli.doctor.measurements import exit_at_sigterm, measure, text_of_findings
     from shardwright.train.launch.slurm import variables_of_task
 
     with suppress(UserError):  # of a job that SLURM started in an unusual way: then this process is alone
         os.environ.update(variables_of_task(os.environ))
-    if is_rank_of_several(os.environ) and os.environ["RANK"] != "0":
-        answer_first_rank()
-        answer_as_host(len(examine()["torch"].get("devices", ())))
-        return 0
     report = examine()
+    if is_rank_of_several(os.environ) and os.environ["RANK"] != "0":
+        with suppress(Exception):  # the first rank reports what failed
+            find_hosts(len(report["torch"].get("devices", ())))
+        return 0
     with exit_at_sigterm():
         findings = measure(report, Path(options.folder))
     if options.json:
@@ -47,7 +46,7 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="measure GPUs, links, memory, clocks and a folder, too, and say what to do about each; takes about 10 s",
+        help="measure GPUs, links, memory and a folder, too, and say what to do about each; takes about 10 s",
     )
     parser.add_argument(
         "--folder",

@@ -19,8 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import shardwright
-from shardwright.cli.doctor.memory import LEAST_SHARED, host_memory, shared_memory
-from shardwright.cli.doctor.words import error_text, rows, size, without_names
+from shardwright.cli.doctor.findings import aligned, error_text, size, without_names
+from shardwright.cli.doctor.memory import (
+    LEAST_SHARED,
+    host_memory,
+    memory_text,
+    shared_memory,
+    shared_text,
+)
 
 PREFIXES = (
     "CUDA_",
@@ -82,15 +88,18 @@ def text_of(report: dict[str, Any]) -> str:
     lines += [
         ("other packages", _packages_text(report["other_packages"])),
         ("cpu", f"{cpu['name']}; {cpu['usable_cores']} of {cpu['cores']} cores may be used"),
-        ("memory", _memory_text(report["memory"])),
+        ("memory", memory_text(report["memory"])),
         ("processes", _processes_text(report["processes"])),
-        ("shared memory", _shared_text(report["shared_memory"])),
+        ("shared memory", shared_text(report["shared_memory"])),
     ]
     settings = [f"{name}={value}" for name, value in report["environment"].items()]
-    lines += rows("environment", settings or ["no variable that changes torch or shardwright is set"])
-    lines += rows("problems", report["problems"] or ["none found"])
-    width = max(len(name) for name, _ in lines) + 2
-    return "\n".join(f"{name:{width}}{value}" for name, value in lines)
+    lines += _rows("environment", settings or ["no variable that changes torch or shardwright is set"])
+    lines += _rows("problems", report["problems"] or ["none found"])
+    return aligned(lines)
+
+
+def _rows(name: str, values: list[str]) -> list[tuple[str, str]]:
+    return [("" if index else name, value) for index, value in enumerate(values)]
 
 
 # ------------------------------------------------------------------------------
@@ -311,17 +320,6 @@ def _packages_text(packages: dict[str, str | None]) -> str:
     return f"{there or 'none'} (not {', '.join(missing)})"
 
 
-def _memory_text(memory: dict[str, int | None]) -> str:
-    limit = f"; this container may use {size(memory['limit'])}" if memory["limit"] else ""
-    return f"{size(memory['available'])} available of {size(memory['total'])}{limit}"
-
-
 def _processes_text(processes: dict[str, Any]) -> str:
     methods = ", ".join(processes["start_methods"])
     return f"start by {methods}; memory is shared: {'no' if processes['share_memory'] else 'yes'}"
-
-
-def _shared_text(shared: dict[str, Any]) -> str:
-    if shared["error"]:
-        return f"{shared['path']}: {shared['error']}"
-    return f"{shared['path']}, {size(shared['free'])} free of {size(shared['total'])}"

@@ -1,4 +1,4 @@
-"""The speed of a folder, for checkpoints: write, sync, read and rename, as a save does them.
+"""The speed of a folder, for checkpoints: it is written and read as a save and a resume do it.
 
 `measure_folder` runs in a process of its own, since a file system can hang. Its files are in a folder that is deleted
 afterwards. No name of a folder is reported.
@@ -9,37 +9,27 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import statistics
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardwright.cli.doctor.children import Unmeasured, measure_in_children, within
-from shardwright.cli.doctor.finding import Finding, joined, unmeasured
-from shardwright.cli.doctor.words import GIB, duration, rate, size
+from shardwright.cli.doctor.children import Unmeasured, measure_in_children
+from shardwright.cli.doctor.findings import GIB, Finding, rate, size, unmeasured
 
 SECONDS = 15.0
 """Limit of the measurement. It takes about 3 s, also in a slow folder."""
 FIRST_BYTES, MOST_BYTES = 2**22, 2**27
 """Bytes of the first file, from whose time the size of the large one follows, and of the largest."""
 BUDGET = 2.0
-"""Seconds for the large file, and for each of the other parts."""
-SYNCS, RENAMES = 20, 50
+"""Seconds for writing the large file, and for reading it."""
 
-SLOW_WRITE = SLOW_READ = 100e6
+SLOW = 100e6
 """Bytes per second. A checkpoint of a model with 1e9 parameters in AdamW has 12 GB: two minutes at this speed."""
-SLOW_SYNC = 0.1
-"""Seconds of a sync of a small file. A disk with a cache takes 1 ms, one without 20 ms."""
 LEAST_FREE = 5 * GIB
 IN_MEMORY = ("ramfs", "tmpfs")
 ANOTHER = "put the run on another disk (--run.dir, or [checkpoint] folder)"
-SLOW_ADVICE = (
-    "let training go on during a save with [checkpoint] asynchronous = true, save less often (every), or "
-    f"{ANOTHER}"
-)
 
 
 def find_folder(folder: Path) -> Finding:
@@ -50,60 +40,41 @@ def find_folder(folder: Path) -> Finding:
     place = folder / f"shardwright-doctor-{secrets.token_hex(4)}"
     kind = file_system(folder)
     try:
-        (figures,) = measure_in_children([("folder", str(place))], SECONDS)
+        (figures,) = measure_in_children(measure_folder, [(str(place),)], SECONDS)
     except Unmeasured as error:
-        on = f" ({kind})" if kind else ""
-        return unmeasured(
-            subject,
-            f"{error}{on}",
-            f"see whether this user can write there and the server answers, or {ANOTHER}",
-        )
-    finally:
-        with suppress(Exception):  # the process deletes it, unless it was killed
-            within(2.0, lambda: shutil.rmtree(place, ignore_errors=True))
+        with suppress(Unmeasured):  # the process deletes its files, unless it was killed
+            measure_in_children(_delete, [(str(place),)], 2.0)
+        advice = f"see whether this user can write there and the server answers, or {ANOTHER}"
+        return unmeasured(subject, f"{error}{f' ({kind})' if kind else ''}", advice)
     return judge_folder({**figures, "file_system": kind})
 
 
 def judge_folder(figures: Mapping[str, Any]) -> Finding:
-    """The verdict on the speed of a folder."""
-    write, read, sync = (figures[name] for name in ("write", "read", "sync_seconds"))
-    free, kind = figures["free"], figures["file_system"]
+    """Return the finding for a folder, from the figures of `measure_folder` and the kind of its file system."""
+    write, read, free, kind = (figures[name] for name in ("write", "read", "free", "file_system"))
     advice = []
     if kind in IN_MEMORY:
         advice.append(f"files of {kind} are in the host's memory and lost when it restarts: {ANOTHER}")
-    slow = [
-        f"{name} is slow"
-        for name, there in (("write", write < SLOW_WRITE), ("fsync", sync > SLOW_SYNC))
-        if there
-    ]
-    if slow:
-        advice.append(f"{' and '.join(slow)}: {SLOW_ADVICE}")
-    if read is not None and read < SLOW_READ:
+    if write < SLOW:
+        advice.append(
+            "write is slow: let training go on during a save with [checkpoint] asynchronous = true, save less often "
+            f"(every), or {ANOTHER}"
+        )
+    if read is not None and read < SLOW:
         advice.append(
             "read is slow: starts and resumes wait for it; copy data and weights to a disk of the host before the job"
-        )
-    if not figures["atomic_rename"]:
-        advice.append(
-            f"a rename was seen half done: a checkpoint can be read before it is whole, so do not save here; {ANOTHER}"
         )
     if free < LEAST_FREE:
         advice.append(
             f"little room: delete old runs, keep fewer checkpoints ([checkpoint] keep), or {ANOTHER}"
         )
-    if figures["free_files"] == 0:
-        advice.append("no room for further files (inodes): delete small files")
-    facts = [
-        f"{kind or 'unknown file system'}: writes {rate(write)} with fsync",
-        f"reads {rate(read)}" if read is not None else "reading was not measured",
-        f"an fsync takes {duration(sync)}",
-        "rename is atomic" if figures["atomic_rename"] else "rename is NOT atomic",
-        f"{size(free)} free",
-    ]
-    return Finding("folder", ", ".join(facts), joined(advice), dict(figures))
+    reads = "reading was not measured" if read is None else f"reads {rate(read)}"
+    text = f"{kind or 'unknown file system'}: writes {rate(write)} with fsync, {reads}, {size(free)} free"
+    return Finding("folder", text, "; ".join(advice), dict(figures))
 
 
 def file_system(folder: Path, mounts: str | None = None) -> str:
-    """The kind of file system of a folder, from the text of /proc/self/mounts. Empty if unknown."""
+    """Return the kind of file system of a folder, from the text of /proc/self/mounts. Empty if it is not known."""
     if mounts is None:
         try:
             mounts = Path("/proc/self/mounts").read_text()
@@ -128,7 +99,11 @@ def file_system(folder: Path, mounts: str | None = None) -> str:
 
 
 def measure_folder(place: str) -> dict[str, Any]:
-    """Bytes per second of write with fsync and of read, seconds of a small fsync, and whether rename is atomic."""
+    """Return the bytes per second of write with fsync and of read, and the free bytes.
+
+    Args:
+        place: a folder that does not exist yet, and does not afterwards.
+    """
     folder = Path(place)
     folder.mkdir()
     try:
@@ -137,17 +112,14 @@ def measure_folder(place: str) -> dict[str, Any]:
         first = _write(folder / "first", min(FIRST_BYTES, max(free // 8, 4096)))
         nbytes = int(min(MOST_BYTES, max(BUDGET * first, FIRST_BYTES), max(free // 8, 4096)))
         write = _write(folder / "large", nbytes)
-        return {
-            "write": write,
-            "read": _read(folder / "large", nbytes),
-            "sync_seconds": _sync_seconds(folder / "small"),
-            "atomic_rename": _rename_is_atomic(folder),
-            "free": free,
-            "free_files": room.f_favail if room.f_files else None,
-            "bytes": nbytes,
-        }
+        return {"write": write, "read": _read(folder / "large"), "free": free, "bytes": nbytes}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _delete(place: str) -> dict[str, Any]:
+    shutil.rmtree(place, ignore_errors=True)
+    return {}
 
 
 def _write(path: Path, nbytes: int) -> float:
@@ -161,8 +133,8 @@ def _write(path: Path, nbytes: int) -> float:
     return nbytes / max(time.perf_counter() - begin, 1e-6)
 
 
-def _read(path: Path, nbytes: int) -> float | None:
-    """Bytes per second of a read for which the system forgets what it has of the file; None if it cannot forget."""
+def _read(path: Path) -> float | None:
+    """Return the bytes per second of a read from the disk. None on systems that cannot forget what they have cached."""
     if not hasattr(os, "posix_fadvise"):
         return None
     buffer, done = bytearray(2**22), 0
@@ -172,41 +144,3 @@ def _read(path: Path, nbytes: int) -> float | None:
         while (count := stream.readinto(buffer)) and time.perf_counter() - begin < BUDGET:
             done += count
     return max(done, 1) / max(time.perf_counter() - begin, 1e-6)
-
-
-def _sync_seconds(path: Path) -> float:
-    seconds: list[float] = []
-    with open(path, "xb", buffering=0) as stream:
-        while len(seconds) < SYNCS and sum(seconds) < BUDGET:
-            stream.write(b"x" * 4096)
-            begin = time.perf_counter()
-            os.fsync(stream.fileno())
-            seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
-
-
-def _rename_is_atomic(folder: Path) -> bool:
-    """Replace a file several times, while a thread reads it. Return whether it always saw one of the contents whole."""
-    contents = [letter * 4096 for letter in (b"a", b"b")]
-    target, seen, finished = folder / "name", [], threading.Event()
-    target.write_bytes(contents[0])
-
-    def read() -> None:
-        while not finished.is_set():
-            try:
-                seen.append(target.read_bytes() in contents)
-            except OSError as error:
-                seen.append(isinstance(error, InterruptedError))
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    begin = time.perf_counter()
-    for number in range(RENAMES):
-        new = folder / f"name.{number}.new"
-        new.write_bytes(contents[number % 2])
-        os.replace(new, target)
-        if time.perf_counter() - begin > BUDGET:
-            break
-    finished.set()
-    reader.join(BUDGET)
-    return all(seen)

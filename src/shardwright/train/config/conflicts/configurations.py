@@ -15,52 +15,45 @@ from shardwright.train.config.sections.validation import ValidationConfig
 from shardwright.train.errors import did_you_mean
 
 
-def _beside_sources(key: str) -> Conflict[Sections]:
+def _only_if(
+    allowed: Callable[[Sections], bool], other: str, message: str, *keys: str
+) -> tuple[Conflict[Sections], ...]:
+    """Return a row for each key that keeps its default unless the job is allowed to change it.
+
+    Args:
+        allowed: whether a job may have another value.
+        other: the key on which that depends.
+        message: a template of all rows, in which {found} and {default} are the key's values, and {name} is the key
+            without its section.
+        keys: the keys.
+    """
+
+    def row(key: str) -> Conflict[Sections]:
+        name = key.partition(".")[2]
+        return Conflict(
+            (key, other),
+            lambda c: c.changes(key) and not allowed(c),
+            lambda c: message.format_map(
+                {**vars(c), "name": name, "found": c.value_at(key), "default": c.default_of(key)}
+            ),
+        )
+
+    return tuple(map(row, keys))
+
+
+def must_be(
+    expected: object, key: str, other: str, applies: Callable[[Sections], bool], why: str = ""
+) -> Conflict[Sections]:
+    """Return the row for a key that has one possible value in jobs to which another key's value applies."""
     return Conflict(
-        (key, "data.sources"),
-        lambda c: bool(c.data.sources) and c.changes(key),
-        lambda c: (
-            f"expected it in each of data.sources, found {c.value_at(key)!r} beside them; move it there"
-        ),
-    )
-
-
-def _of_another_checkpointing(key: str, kind: str) -> Conflict[Sections]:
-    return Conflict(
-        (key, "activations.checkpoint"),
-        lambda c: c.changes(key) and c.activations.checkpoint != kind,
-        lambda c: (
-            f"only for checkpoint = {kind!r}; with {c.activations.checkpoint!r} expected {c.default_of(key)}, found "
-            f"{c.value_at(key)}"
-        ),
-    )
-
-
-def _of_adapters(name: str) -> Conflict[Sections]:
-    key = f"finetune.{name}"
-    return Conflict(
-        (key, "finetune.method"),
-        lambda c: c.finetune.method == "full" and c.changes(key),
-        lambda c: (
-            f"found {c.value_at(key)!r} with method 'full', which trains all parameters and has no adapters; set "
-            f"finetune.method to 'lora' or 'dora', or leave {name} out"
-        ),
+        (key, other),
+        lambda c: applies(c) and c.value_at(key) != expected,
+        f"expected {expected!r} with {other} = {{{other}!r}}, found {{{key}!r}}{why and f'; {why}'}",
     )
 
 
 #: Keys of `[finetune]` that freeze parameters without adapters.
 FREEZING = ("freeze", "train_only")
-
-
-def _of_full_training(name: str) -> Conflict[Sections]:
-    return Conflict(
-        (f"finetune.{name}", "finetune.method"),
-        lambda c: c.finetune.has_adapters and bool(getattr(c.finetune, name)),
-        lambda c: (
-            f"found {getattr(c.finetune, name)!r} with method {c.finetune.method!r}, which freezes all but "
-            f"adapters; name what else is trained in train_also, or leave {name} out"
-        ),
-    )
 
 
 #: Settings that exclude frozen parameters: the key, the expected value in words, and a check for any other value.
@@ -75,24 +68,11 @@ _WITHOUT_FROZEN: tuple[tuple[str, str, Callable[[Sections], bool]], ...] = (
 )
 
 
-def _of_few(key: str, expected: str, differs: Callable[[Sections], bool]) -> Conflict[Sections]:
+def _without_frozen(key: str, expected: str, differs: Callable[[Sections], bool]) -> Conflict[Sections]:
     return Conflict(
         (key, "finetune.freeze", "finetune.train_only"),
         lambda c: bool(c.finetune.freeze or c.finetune.train_only) and differs(c),
-        lambda c: (
-            f"expected {expected} with finetune.freeze or finetune.train_only, found {c.value_at(key)!r}"
-        ),
-    )
-
-
-def _of_muon(key: str) -> Conflict[Sections]:
-    return Conflict(
-        (key, "optimizer.name"),
-        lambda c: c.optimizer.name != "muon" and c.changes(key),
-        lambda c: (
-            f"optimizer {c.optimizer.name!r} does not have this key; expected {c.default_of(key)}, found "
-            f"{c.value_at(key)}. Only muon has it"
-        ),
+        f"expected {expected} with finetune.freeze or finetune.train_only, found {{{key}!r}}",
     )
 
 
@@ -101,33 +81,13 @@ def _losses(config: Sections) -> list[str]:
     return [*LOSSES, *of_sets(config.data.validation_sets)]
 
 
-def _of_tasks(name: str) -> Conflict[Sections]:
-    key = f"validation.{name}"
-    return Conflict(
-        (key, "validation.tasks"),
-        lambda c: not c.validation.tasks and c.changes(key),
-        lambda c: (
-            f"expected {c.default_of(key)!r} without validation.tasks, found {c.value_at(key)!r}; set validation.tasks "
-            f"or leave {name} out"
-        ),
-    )
-
-
-def _of_our_engine(key: str) -> Conflict[Sections]:
-    return Conflict(
-        (key, "parallel.engine"),
-        lambda c: not c.parallel.facts.has_own_keys and c.changes(key),
-        lambda c: (
-            f"expected {c.default_of(key)!r} with engine {c.parallel.engine!r}, found {c.value_at(key)!r}; only the "
-            f"engine {engines_that(lambda engine: engine.has_own_keys)} supports other values"
-        ),
-    )
-
-
 WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
-    *(
-        _beside_sources(f"data.{name}")
-        for name in ("source", "kind", "text_key", "messages_key", "prompt_key", "completion_key")
+    *_only_if(
+        lambda c: not c.data.sources,
+        "data.sources",
+        "expected it in each of data.sources, found {found!r} beside them; move it there",
+        *("data.source", "data.kind", "data.text_key", "data.messages_key", "data.prompt_key"),
+        "data.completion_key",
     ),
     Conflict(
         ("data.validation_source", "data.validation_sources"),
@@ -151,16 +111,38 @@ WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
         lambda c: c.train.epochs > 0 and "steps" in c.train.model_fields_set,
         "expected 0 with train.steps = {train.steps}, found {train.epochs:g}; set one of the two",
     ),
-    _of_another_checkpointing("activations.every", "layers"),
-    _of_another_checkpointing("activations.budget", "budget"),
+    *_only_if(
+        lambda c: c.activations.checkpoint == "layers",
+        "activations.checkpoint",
+        "only for checkpoint = 'layers'; with {activations.checkpoint!r} expected {default}, found {found}",
+        "activations.every",
+    ),
+    *_only_if(
+        lambda c: c.activations.checkpoint == "budget",
+        "activations.checkpoint",
+        "only for checkpoint = 'budget'; with {activations.checkpoint!r} expected {default}, found {found}",
+        "activations.budget",
+    ),
     Conflict(
         ("activations.offload", "activations.checkpoint"),
         lambda c: c.activations.offload == "inputs" and c.activations.checkpoint == "none",
         "expected 'none' or 'blocks' with activations.checkpoint = 'none', found {activations.offload!r}; without "
         "checkpointing a block keeps more than its inputs. Or set activations.checkpoint to 'full'",
     ),
-    *(_of_adapters(name) for name in FinetuneConfig.model_fields if name not in ("method", *FREEZING)),
-    *(_of_full_training(name) for name in FREEZING),
+    *_only_if(
+        lambda c: c.finetune.method != "full",
+        "finetune.method",
+        "found {found!r} with method 'full', which trains all parameters and has no adapters; set finetune.method to "
+        "'lora' or 'dora', or leave {name} out",
+        *(f"finetune.{name}" for name in FinetuneConfig.model_fields if name not in ("method", *FREEZING)),
+    ),
+    *_only_if(
+        lambda c: not c.finetune.has_adapters,
+        "finetune.method",
+        "found {found!r} with method {finetune.method!r}, which freezes all but adapters; name what else is trained in "
+        "train_also, or leave {name} out",
+        *(f"finetune.{name}" for name in FREEZING),
+    ),
     Conflict(
         ("finetune.train_only", "finetune.freeze"),
         lambda c: bool(c.finetune.train_only and c.finetune.freeze),
@@ -180,10 +162,26 @@ WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
             + ", found true"
         ),
     ),
-    _of_muon("optimizer.momentum"),
-    _of_muon("optimizer.ns_steps"),
-    *(_of_tasks(name) for name in ValidationConfig.model_fields if name.startswith("tasks_")),
-    *(_of_our_engine(f"parallel.{name}") for name in OWN_KEYS),
+    *_only_if(
+        lambda c: c.optimizer.name == "muon",
+        "optimizer.name",
+        "optimizer {optimizer.name!r} does not have this key; expected {default}, found {found}. Only muon has it",
+        "optimizer.momentum",
+        "optimizer.ns_steps",
+    ),
+    *_only_if(
+        lambda c: bool(c.validation.tasks),
+        "validation.tasks",
+        "expected {default!r} without validation.tasks, found {found!r}; set validation.tasks or leave {name} out",
+        *(f"validation.{name}" for name in ValidationConfig.model_fields if name.startswith("tasks_")),
+    ),
+    *_only_if(
+        lambda c: c.parallel.facts.has_own_keys,
+        "parallel.engine",
+        "expected {default!r} with engine {parallel.engine!r}, found {found!r}; only the engine "
+        f"{engines_that(lambda engine: engine.has_own_keys)} supports other values",
+        *(f"parallel.{name}" for name in OWN_KEYS),
+    ),
     Conflict(
         ("parallel.keep_float32", "parallel.param_dtype"),
         lambda c: bool(c.parallel.keep_float32) and c.parallel.param_dtype == "float32",
@@ -273,15 +271,20 @@ def _too_short(key: str) -> Conflict[Sections]:
     )
 
 
-def _with_float8(key: str, expected: object, gathered: bool = False) -> Conflict[Sections]:
-    """`gathered`: only if weights are gathered in float8."""
-    return Conflict(
-        (key, "train.float8"),
-        lambda c: (
-            (c.gathers_float8 if gathered else c.train.float8 != "none") and c.value_at(key) != expected
-        ),
-        lambda c: f"expected {expected!r} with train.float8 = {c.train.float8!r}, found {c.value_at(key)!r}",
-    )
+_WITH_FLOAT8: tuple[tuple[str, object], ...] = (
+    ("parallel.param_dtype", "bfloat16"),
+    ("parallel.tensor", 1),
+    ("parallel.expert", 1),
+    ("train.cuda_graph", False),
+)
+"""Keys with the values that they must have with float8."""
+
+_GATHERED_IN_FLOAT8: tuple[tuple[str, object], ...] = (
+    ("optimizer.name", "adamw"),
+    ("parallel.offload", "none"),
+    ("parallel.full_precision_in_eval", False),
+)
+"""Keys with the values that they must have if weights are gathered in float8."""
 
 
 def _longest(config: Sections) -> int | None:
@@ -391,7 +394,7 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "finetune.method = {finetune.method!r}, found {parallel.engine!r}; it keeps frozen and trained parameters in "
         "one flat parameter",
     ),
-    *(_of_few(key, expected, alone) for key, expected, alone in _WITHOUT_FROZEN),
+    *(_without_frozen(*row) for row in _WITHOUT_FROZEN),
     Conflict(
         ("train.loss_chunks", "parallel.engine"),
         lambda c: bool(c.train.loss_chunks) and c.parallel.facts.flattens,
@@ -462,13 +465,8 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "expected 'none' with {train.micro_batch_tokens} tokens in a micro-batch, found {train.float8!r}; the number "
         "of tokens must be a multiple of 16",
     ),
-    _with_float8("parallel.param_dtype", "bfloat16"),
-    _with_float8("parallel.tensor", 1),
-    _with_float8("parallel.expert", 1),
-    _with_float8("train.cuda_graph", False),
-    _with_float8("optimizer.name", "adamw", gathered=True),
-    _with_float8("parallel.offload", "none", gathered=True),
-    _with_float8("parallel.full_precision_in_eval", False, gathered=True),
+    *(must_be(value, key, "train.float8", lambda c: c.train.float8 != "none") for key, value in _WITH_FLOAT8),
+    *(must_be(value, key, "train.float8", lambda c: c.gathers_float8) for key, value in _GATHERED_IN_FLOAT8),
     Conflict(
         ("train.float8", "parallel.engine"),
         lambda c: c.train.float8 != "none" and c.parallel.facts.flattens,

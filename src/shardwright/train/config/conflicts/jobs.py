@@ -6,7 +6,7 @@ import importlib.util
 
 from shardwright.train.config.catalog.engines import engines_that
 from shardwright.train.config.catalog.kinds import experts_of, kinds_that
-from shardwright.train.config.conflicts.configurations import LENGTH
+from shardwright.train.config.conflicts.configurations import LENGTH, must_be
 from shardwright.train.config.conflicts.table import Conflict
 from shardwright.train.config.sections.all import Sections
 
@@ -15,20 +15,8 @@ def _divided(key: str) -> Conflict[Sections]:
     return Conflict(
         (key, "model.kind"),
         lambda c: c.value_at(key) > 1 and not c.model.facts.divides_layers,
-        lambda c: (
-            f"expected 1 with model.kind {c.model.kind!r}, found {c.value_at(key)}; only the kinds "
-            f"{kinds_that(lambda kind: kind.divides_layers)} have a plan that divides layers"
-        ),
-    )
-
-
-def _with_experts(key: str, expected: object, why: str) -> Conflict[Sections]:
-    return Conflict(
-        (key, "parallel.expert"),
-        lambda c: c.parallel.expert > 1 and c.value_at(key) != expected,
-        lambda c: (
-            f"expected {expected!r} with parallel.expert = {c.parallel.expert}, found {c.value_at(key)!r}; {why}"
-        ),
+        f"expected 1 with model.kind {{model.kind!r}}, found {{{key}}}; only the kinds "
+        f"{kinds_that(lambda kind: kind.divides_layers)} have a plan that divides layers",
     )
 
 
@@ -73,8 +61,10 @@ STARTED: tuple[Conflict[Sections], ...] = (
         lambda c: c.parallel.expert > 1 and not _experts(c),
         "expected 1 for a model without experts, found {parallel.expert}",
     ),
-    _with_experts("train.cuda_graph", False, "sizes depend on the routing"),
-    _with_experts("train.compile", "none", "sizes depend on the routing"),
+    *(
+        must_be(value, key, "parallel.expert", lambda c: c.parallel.expert > 1, "sizes depend on the routing")
+        for key, value in (("train.cuda_graph", False), ("train.compile", "none"))
+    ),
     Conflict(
         ("optimizer.name", "parallel.expert"),
         lambda c: c.parallel.expert > 1 and bool(c.optimizer.entry.whole),
