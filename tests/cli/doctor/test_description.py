@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 import shardwright
-from shardwright.cli import doctor
 from shardwright.cli.doctor import description
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -98,7 +97,7 @@ def test_sizes_are_of_this_machine(report: dict[str, Any]) -> None:
 
 
 def test_text_has_a_line_for_each_fact(report: dict[str, Any]) -> None:
-    text = doctor.text_of(report)
+    text = description.text_of(report)
     assert re.search(rf"^shardwright +{re.escape(shardwright.__version__)}$", text, re.M)
     assert re.search(r"^torch +2\.\d+", text, re.M)
     assert re.search(r"^engine +loads$", text, re.M)
@@ -148,7 +147,7 @@ def test_several_gpus_need_more_shared_memory(report: dict[str, Any]) -> None:
     several = {**report, "torch": {**report["torch"], "devices": [GPU, GPU]}}
     assert "--shm-size" in changed(several, "shared_memory", free=2**28, error=None)
     assert "--shm-size" not in changed(report, "shared_memory", free=2**28, error=None)
-    assert "2 x A (64.0 GiB, capability 9.0)" in doctor.text_of(several)
+    assert "2 x A (64.0 GiB, capability 9.0)" in description.text_of(several)
 
 
 def test_a_bug_report_asks_for_it() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from shardwright.activations import offload
 from shardwright.activations.offload import ActivationOffload
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError

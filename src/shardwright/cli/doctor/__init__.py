@@ -5,7 +5,3 @@
 are pure functions of the facts. ``children`` runs a measurement in a process with a time limit. Nothing here trains,
 and nothing raises for what cannot be measured. What tools of the system measure is left to them.
 """
-
-from __future__ import annotations
-
-from shardwright.cli.doctor.description import examine as examine, text_of as text_of

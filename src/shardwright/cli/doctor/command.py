@@ -13,7 +13,7 @@ from shardwright.train.errors import UserError
 
 
 def _run(call: Call) -> int:
-    from shardwright.cli.doctor import examine, text_of
+    from shardwright.cli.doctor.description import examine, text_of
 
     options = call.options
     if not options.measure:
