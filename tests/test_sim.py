@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.engine.comm.groups import make_group
+from shardwright.engine.comm import make_group
 from tests.support.sim import load, on_sim
 
 SEEDS = range(1, 13)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
-from shardwright.activations.checkpointing import checkpoint_blocks
+from shardwright.activations import checkpoint_blocks
 from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 from tests.support.matrix import everything, generate

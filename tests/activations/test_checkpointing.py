@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwright as sw
-from shardwright.activations.checkpointing import checkpoint_blocks
-from shardwright.engine.compat.modes import TorchDispatchMode
+from shardwright.activations import checkpoint_blocks
+from shardwright.engine.compat import TorchDispatchMode
 
 #: Things that a block does with the result of its first matrix product, which "ops" keeps.
 WRITES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -468,7 +468,7 @@ def test_backward_does_not_gather_a_head_of_its_own(rank: int, world_size: int) 
 
 
 def _count_gathers(head: Any, loss_sum: Tensor) -> int:
-    from shardwright.engine.assembly.find import UNIT
+    from shardwright.engine import UNIT
 
     weights = head.__dict__[UNIT].weights
     calls, issue = [], weights.issue

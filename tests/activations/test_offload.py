@@ -16,9 +16,9 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright.activations.checkpointing import checkpoint_blocks, compile_blocks
+from shardwright.activations import checkpoint_blocks, compile_blocks
 from shardwright.activations.offload import ActivationOffload
-from shardwright.engine.comm.streams import HostStreams, use_streams
+from shardwright.engine.comm import HostStreams, use_streams
 
 DIM, LAYERS = 8, 4
 X = 2 * 3 * DIM * 4  #: bytes of a block's input

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.activations.checkpointing import checkpoint_blocks, compile_blocks
+from shardwright.activations import checkpoint_blocks, compile_blocks
 from tests.engine.kit.models import Model, full, loss_of, tokens
 from tests.support import multirank, world_mesh
 from tests.support.matrix import generate

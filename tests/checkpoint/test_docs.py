@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.checkpoint.pretrained.files import open_stored
+from shardwright.checkpoint import open_stored
 from tests.support import multirank, world_mesh
 
 DOCS = Path(__file__).parents[2] / "docs"

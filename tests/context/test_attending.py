@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardwright as sw
-from shardwright.context.exchange import copies_of_heads, owners
+from shardwright.context import copies_of_heads
+from shardwright.context.exchange import owners
 from tests.support import multirank, world_mesh
 
 LENGTH, WIDTH, BATCH = 24, 8, 2

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.engine.compat.collectives import all_gather_single
+from shardwright.engine.compat import all_gather_single
 
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 

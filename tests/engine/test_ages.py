@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.assembly.find import UNIT
+from shardwright.engine import UNIT
 from tests.engine.kit.models import full, shard_layers, three_layers
 from tests.support import multirank, world_mesh
 from tests.support.stand_in import stand_in_device

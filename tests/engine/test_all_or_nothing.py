@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwright as sw
+from shardwright.engine import ManagedParameter
 from shardwright.engine.assembly import build
 from shardwright.engine.front import api
-from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.unit import owning
 from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh

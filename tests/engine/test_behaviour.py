@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright.engine.assembly.find import UNIT
+from shardwright.engine import UNIT
 from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.averaged import backward, check_gradients, expected_gradients
 from tests.engine.kit.models import Model, Reference, build, full, loss_of, shard, tokens

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.assembly.find import UNIT
+from shardwright.engine import UNIT
 from tests.engine.kit.models import build, full, loss_of, tokens
 from tests.engine.kit.observing import observe
 from tests.engine.kit.places import On, on, on_meshes

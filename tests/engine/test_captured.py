@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.engine.tensors.ragged.tensor import RaggedTensor
+from shardwright.engine import RaggedTensor
 from tests.engine.kit.models import full
 from tests.engine.kit.strategies import everything
 from tests.support import multirank, world_mesh

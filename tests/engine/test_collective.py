@@ -6,8 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwright.common.errors import Damaged, SharedError
-from shardwright.engine.collective import OtherRankFailed, RankGroup
-from shardwright.engine.heartbeat import ranks_in_words
+from shardwright.engine import OtherRankFailed, RankGroup, ranks_in_words
 from tests.support import multirank, world_mesh
 
 

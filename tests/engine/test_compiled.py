@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.comm_hooks import Compressed, Int8Blocks
-from shardwright.engine.compat.compiler import compiled_graphs
+from shardwright.engine.compat import compiled_graphs
 from tests.engine.kit.counting import counted
 from tests.engine.kit.models import full
 from tests.engine.kit.tensor_parallel import data_mesh, data_rank, mesh_of, plan_of

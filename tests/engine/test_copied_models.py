@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright as sw
-from shardwright.activations.checkpointing import checkpoint_blocks
-from shardwright.train.config.sections.finetune import FinetuneConfig
+from shardwright.activations import checkpoint_blocks
+from shardwright.train.config import FinetuneConfig
 from shardwright.train.finetune.adapters import adapt
 from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.activations.checkpointing import checkpoint_blocks
+from shardwright.activations import checkpoint_blocks
 from tests.engine.kit.models import build, full, loss_of, shard, tokens
 
 pytestmark = [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.assembly.find import UNIT
+from shardwright.engine import UNIT
 from tests.engine.kit.averaged import backward, check_gradients, expected_gradients
 from tests.engine.kit.models import Model, Reference, build, full, loss_of, shard, tokens
 from tests.support import multirank

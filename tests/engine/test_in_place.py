@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
 from shardwright.comm_hooks import Int8Blocks
-from shardwright.engine.assembly.find import UNIT
-from shardwright.engine.compat.storages import storage_key
+from shardwright.engine import UNIT
+from shardwright.engine.compat import storage_key
 from tests.engine.kit.models import shard_layers, three_layers
 from tests.engine.kit.training import units_of
 from tests.support import multirank

@@ -17,7 +17,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.comm_hooks import PowerSGD
-from shardwright.engine.assembly.find import UNIT
+from shardwright.engine import UNIT
 from shardwright.engine.compat.autograd import queue_callback
 from shardwright.engine.model import root
 from tests.engine.kit.interrupts import Interrupt, interrupted_at

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 import shardwright as sw
 from shardwright.engine.base.offload import HostSlab
-from shardwright.engine.compat.dtensor import dtensor_of
+from shardwright.engine.compat import dtensor_of
 from shardwright.engine.gradients.delivery import OnHost
 from shardwright.engine.model.arrivals import Arrivals
 from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import shardwright as sw
-from shardwright.engine.base.offload import Host
+from shardwright.engine import Host
 from shardwright.engine.comm import DeviceStreams
-from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat import local_of
 from shardwright.optim.companion import sharded_companion
 from tests.engine.kit import simulated
 from tests.engine.kit.models import Model, build, loss_of, shard, tokens

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import shardwright as sw
-from shardwright.engine.base.offload import Host
-from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine import Host
+from shardwright.engine.compat import local_of
 from shardwright.optim.host_state import HostState
 from shardwright.optim.whole import plan
 from tests.engine.kit.models import Model, build, shard

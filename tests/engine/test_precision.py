@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright as sw
-from shardwright.engine.tensors.parameter import unit_of
+from shardwright.engine import unit_of
 from tests.engine.kit.models import loss_of, tokens
 from tests.engine.kit.training import local_of, units_of
 from tests.support import multirank, world_mesh

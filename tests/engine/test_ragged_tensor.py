@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwright as sw
-from shardwright.engine.tensors.ragged.spec import RaggedSpec, boxes_of
-from shardwright.engine.tensors.ragged.tensor import RaggedDTensor, RaggedTensor
+from shardwright.engine import RaggedDTensor, RaggedSpec, RaggedTensor
+from shardwright.engine.tensors.ragged.spec import boxes_of
 from shardwright.optim.needs import NEEDS_OF_CLASSES
 from tests.support import multirank, world_mesh
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwright as sw
+from shardwright.engine import as_sharded
 from shardwright.engine.compat.autograd import gradient_hooks
 from shardwright.engine.compat.dtensor import subclasses_dispatch
 from shardwright.engine.tensors.parameter import become
-from shardwright.engine.tensors.rows.tensor import as_sharded
 from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 

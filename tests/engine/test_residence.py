@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.assembly.find import UNIT
+from shardwright.engine import UNIT
 from shardwright.engine.memory import Owner
 from shardwright.engine.weights.residence import ALLOWED, Event, Residence, change, table
 from shardwright.engine.weights.weights import Weights

@@ -9,9 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
-from shardwright.engine.assembly.find import UNIT
-from shardwright.engine.comm import collectives
-from shardwright.engine.comm.streams import HostStreams
+from shardwright.engine import UNIT
+from shardwright.engine.comm import HostStreams, collectives
 from tests.engine.kit.models import build, full, loss_of, shard, tokens
 from tests.engine.kit.observing import observe
 from tests.support import multirank, world_mesh

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.assembly.states import digest
+from shardwright.engine import digest
 from shardwright.engine.extend import ExtensionError, NamedLayout
 from tests.engine.kit.models import Model, build, full
 from tests.engine.kit.places import On, on, on_meshes

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.engine.tensors.ragged.tensor import RaggedTensor
+from shardwright.engine import RaggedTensor
 from tests.engine.kit.counting import counted
 from tests.engine.kit.models import Reference, build, loss_of, tokens
 from tests.engine.kit.places import On, on, on_meshes

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
+from shardwright.engine import RaggedTensor
 from shardwright.engine.compat.dtensor import subclasses_dispatch
-from shardwright.engine.tensors.ragged.tensor import RaggedTensor
 from tests.engine.kit.models import Model, build, full, loss_of
 from tests.engine.kit.tensor_parallel import (
     LAYOUTS,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.assembly.find import UNIT
+from shardwright.engine import UNIT
 from shardwright.engine.base import offload
 from tests.engine.kit.models import Model, Reference, build, full, loss_of, shard, tokens
 from tests.engine.kit.places import On, on, on_meshes

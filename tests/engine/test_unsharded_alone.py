@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.assembly.find import UNIT
+from shardwright.engine import UNIT
 from shardwright.engine.front import whole
 from shardwright.engine.model.root import attach
 from shardwright.engine.tensors.numbers import reading

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import shardwright as sw
-from shardwright.engine.tensors.ragged.tensor import RaggedTensor
+from shardwright.engine import RaggedTensor
 from tests.support import multirank, seed_all
 
 LAYOUTS: list[dict[str, Any]] = [{}, {"strategy": "ddp"}, {"layout": "ragged"}]

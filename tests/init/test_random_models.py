@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright as sw
-from shardwright.checkpoint.pretrained.model import boxes_of, tensors_of as held_by
+from shardwright.checkpoint import boxes_of, tensors_of as held_by
 from tests.init.models import assert_built_alike, tensors_of
 from tests.init.random_models import SHARDINGS, Described, descriptions
 from tests.support import CaseFailed, WorkerPools, world_mesh

@@ -27,7 +27,7 @@ class _Loud(nn.Module):
 @multirank(2, timeout=TIMEOUT)
 def test_empty_init_is_the_plain_build(rank: int, world_size: int) -> None:
     """Values, buffers and generators; nothing is allocated before set-up, and no module needs reset_parameters."""
-    from shardwright.init.recorder import DeferredTensor
+    from shardwright.init import DeferredTensor
     from tests.integrations.fabrics import Model, assert_same_model, fabric_of, plain_model
 
     plain = plain_model(seed=11)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwright.checkpoint import INDEX
 from shardwright.checkpoint.format.index import index_text, parse_index
-from shardwright.checkpoint.format.names import INDEX
 from tests.integrations.kit import TIMEOUT
 from tests.support import multirank
 from tests.support.payloads import Payload, code_of_the_system, saved_with

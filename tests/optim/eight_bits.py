@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwright as sw
-from shardwright.engine.tensors.ragged.tensor import RaggedTensor
+from shardwright.engine import RaggedTensor
 from tests.engine.kit.models import full
 
 BLOCK = 8

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import Shard
 
 import shardwright as sw
-from shardwright.engine.tensors.ragged.tensor import RaggedTensor
+from shardwright.engine import RaggedTensor
 from tests.engine.kit.models import full
 from tests.engine.kit.places import On, on, on_meshes
 from tests.optim.eight_bits import BLOCK, CODED, check_equal, steps, tiny

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright.engine.gradients.stepping import SteppedGradient
+from shardwright.engine import SteppedGradient
 from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens
 from tests.engine.kit.offload import set_more
 from tests.engine.kit.places import On, on, on_meshes

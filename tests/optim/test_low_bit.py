@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import shardwright as sw
-from shardwright.engine.tensors.ragged.tensor import RaggedTensor
+from shardwright.engine import RaggedTensor
 from tests.optim.low_bit import BLOCK, Codes, LowBit
 from tests.support import multirank, world_mesh
 

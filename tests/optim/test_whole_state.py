@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.engine.tensors.ragged.tensor import RaggedTensor
+from shardwright.engine import RaggedTensor
 from tests.optim.kit import OPTIMIZERS
 from tests.optim.whole import Odd, assert_equal_bits, full, set_gradients, state_leaves, twins
 from tests.support import WorkerPools, multirank

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import shardwright as sw
-from shardwright.engine.tensors.ragged.tensor import RaggedTensor
+from shardwright.engine import RaggedTensor
 from tests.support import world_mesh
 
 LAYOUTS: dict[str, Any] = {

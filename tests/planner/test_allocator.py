@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from shardwright.planner.allocator import LARGE_SEGMENT, MIB, CachingAllocator, OutOfMemoryError, Rules
+from shardwright.planner import Rules
+from shardwright.planner.allocator import LARGE_SEGMENT, MIB, CachingAllocator, OutOfMemoryError
 
 
 def after(*sizes: int, rules: Rules | None = None) -> CachingAllocator:

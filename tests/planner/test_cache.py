@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.planner import cache
-from shardwright.planner.program import Alloc, Free, HostWait, Kernel, Mark, Owner, Phase, Program, Wait
+from shardwright.planner import Alloc, Free, Kernel, Owner, Phase, Program, cache
+from shardwright.planner.program import HostWait, Mark, Wait
 
 PROGRAM = Program(
     [

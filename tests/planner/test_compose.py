@@ -8,19 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.planner.composition import Crossing, compose
-from shardwright.planner.program import (
-    Alloc,
-    Event,
-    Free,
-    HostWait,
-    Kernel,
-    Mark,
-    Owner,
-    Phase,
-    Program,
-    Wait,
-)
+from shardwright.planner import Alloc, Crossing, Free, Kernel, Owner, Phase, Program, compose
+from shardwright.planner.program import Event, HostWait, Mark, Wait
 
 EDGE = 10_000
 LEAST = 6  #: layers of the shortest program

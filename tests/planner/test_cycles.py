@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from shardwright.planner.cycles import one_collection, search_all
+from shardwright.planner import one_collection, search_all
 
 
 class _Cycle:

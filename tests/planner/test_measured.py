@@ -10,23 +10,29 @@ from typing import Any
 
 import pytest
 
-from shardwright.planner.devices import DeviceError, Figures, parse_devices
-from shardwright.planner.measured import (
+from shardwright.planner import (
+    STEP,
+    DeviceError,
+    Figures,
+    Kernel,
     Measured,
-    MeasuredError,
+    Phase,
+    Program,
+    Rates,
+    Step,
     as_toml,
     errors_between,
-    interpolated,
-    key_of,
     measurement_values,
     merged,
+    parse_devices,
+    replay,
+    speed_of,
     table_of,
+    work_of,
 )
-from shardwright.planner.program import STEP, Event, Kernel, Phase, Program
-from shardwright.planner.rates import Rates, ranges_of
-from shardwright.planner.speed import speed_of
-from shardwright.planner.timeline import Step, replay
-from shardwright.planner.work import work_of
+from shardwright.planner.measured import MeasuredError, interpolated, key_of
+from shardwright.planner.program import Event
+from shardwright.planner.rates import ranges_of
 
 HOST = {"host": 1e-5, "host_compiled": 5e-6, "host_collective": 1e-4}
 SPREAD = {"products": 0.1, "attention": 0.05, "memory": 0.2, "links": 0.3, "host": 0.04}

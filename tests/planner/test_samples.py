@@ -7,16 +7,8 @@ import statistics
 
 import pytest
 
-from shardwright.planner.samples import (
-    LEAST,
-    difference,
-    errors_of_least_squares,
-    least_squares,
-    steady,
-    typical,
-    width,
-    without_each,
-)
+from shardwright.planner import difference, errors_of_least_squares, least_squares, steady, typical, width
+from shardwright.planner.samples import LEAST, without_each
 
 
 def test_steady_times_and_their_differences() -> None:

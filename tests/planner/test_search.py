@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from shardwright.planner.search import Axis, Found, Keys, Later, fastest, frontier, search, search_widely
+from shardwright.planner import Axis, Found, Keys, Later, fastest, frontier, search_widely
+from shardwright.planner.search import search
 
 
 def grid(sizes: tuple[int, ...], lone: bool = False) -> list[Axis]:

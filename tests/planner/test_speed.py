@@ -11,28 +11,38 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwright.planner.devices import GENERATIONS, DeviceError, Figures, known_devices, parse_devices
+from shardwright.planner import (
+    OPTIMIZER,
+    STEP,
+    Alloc,
+    DeviceError,
+    Figures,
+    Kernel,
+    Phase,
+    Program,
+    Rates,
+    Step,
+    in_time,
+    known_devices,
+    parse_devices,
+    replay,
+    speed_of,
+    work_of,
+)
+from shardwright.planner.devices import GENERATIONS
 from shardwright.planner.program import (
     AFTER_OPTIMIZER,
     ALL_PAIRS,
     CROSSING,
     GRAPH,
     HOST,
-    OPTIMIZER,
-    STEP,
-    Alloc,
     Event,
     HostWait,
-    Kernel,
     Mark,
-    Phase,
-    Program,
     Wait,
 )
-from shardwright.planner.rates import Rates, ranges_of, spread
-from shardwright.planner.speed import in_time, speed_of
-from shardwright.planner.timeline import CAPTURE, Step, replay
-from shardwright.planner.work import work_of
+from shardwright.planner.rates import ranges_of, spread
+from shardwright.planner.timeline import CAPTURE
 
 H100 = known_devices()["h100"]
 assert H100.figures is not None

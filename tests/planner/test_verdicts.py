@@ -10,22 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.planner.allocator import CachingAllocator, Rules, run
-from shardwright.planner.devices import GIB, Device, DeviceError, known_devices, parse_devices
-from shardwright.planner.program import (
+from shardwright.planner import (
+    GIB,
     Alloc,
-    Event,
+    Device,
+    DeviceError,
     Free,
-    HostWait,
     Kernel,
-    Mark,
     Owner,
     Phase,
     Program,
-    Wait,
+    Rules,
+    as_json,
+    judge,
+    known_devices,
+    parse_devices,
 )
-from shardwright.planner.text import as_json
-from shardwright.planner.verdict import judge
+from shardwright.planner.allocator import CachingAllocator, run
+from shardwright.planner.program import Event, HostWait, Mark, Wait
 
 OWNERS = [Owner("parameters", "w", "", ""), Owner("activations", "", "mm float32 [2]", "model.py:3")]
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.engine.base.offload import Host
+from shardwright.engine import Host
 from shardwright.engine.comm import DeviceStreams, collectives, host_flag, use_streams
 from shardwright.engine.memory import Slab, observe
 from tests.support.effects import HOST_WAITS, PLAIN_DISPATCH, Plan, plan_of, tensors_in

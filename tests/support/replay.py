@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.engine.comm.streams import HostStreams
+from shardwright.engine.comm import HostStreams
 from shardwright.engine.memory import DYNAMIC, Slab
 
 HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")

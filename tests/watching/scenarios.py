@@ -30,8 +30,7 @@ from shardwright import (  # noqa: F401  # before processes are forked
     load_checkpoint,
     save_checkpoint,
 )
-from shardwright.watching import api
-from shardwright.watching.watcher import WatchSettings
+from shardwright.watching import WatchSettings, api
 
 STALL = 3.0
 RANKS, CULPRIT, STEP = 2, 1, 4

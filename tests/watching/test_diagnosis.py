@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from shardwright.engine import heartbeat
+from shardwright.watching import STOPPED
 from shardwright.watching.diagnosis import ALONE, BEHIND, JOINED, MIXED, OUTSIDE, diagnose
-from shardwright.watching.reading import ENDED, LEFT, RUNS, SILENT, STOPPED, Seen
+from shardwright.watching.reading import ENDED, LEFT, RUNS, SILENT, Seen
 
 STALL = 10.0
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.engine import heartbeat
-from shardwright.watching import launched
-from shardwright.watching.reading import ENDED, LEFT, RUNS, STOPPED, HeartbeatReader, in_words
+from shardwright.watching import STOPPED, HeartbeatReader, launched
+from shardwright.watching.reading import ENDED, LEFT, RUNS, in_words
 
 
 @pytest.fixture

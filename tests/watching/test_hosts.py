@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from shardwright.engine import heartbeat
-from shardwright.watching import api, hosts
+from shardwright.watching import HeartbeatReader, Watcher, WatchSettings, api, hosts
 from shardwright.watching.hosts import Courier
-from shardwright.watching.reading import RUNS, HeartbeatReader, Seen
-from shardwright.watching.watcher import Finding, Watcher, WatchSettings
+from shardwright.watching.reading import RUNS, Seen
+from shardwright.watching.watcher import Finding
 from tests.support import multirank
 
 RANKS = {0: [0, 1], 1: [2, 3]}

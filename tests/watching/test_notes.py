@@ -12,9 +12,8 @@ from torch._C import _distributed_c10d
 
 import shardwright
 from shardwright.engine import heartbeat
-from shardwright.engine.compat.collectives import flight_entries
-from shardwright.watching import flights
-from shardwright.watching.reading import HeartbeatReader
+from shardwright.engine.compat import flight_entries
+from shardwright.watching import HeartbeatReader, flights
 
 PACKAGE = Path(shardwright.__file__).parent
 COLLECTIVES = {

@@ -16,12 +16,18 @@ from typing import NoReturn
 import pytest
 
 from shardwright.engine import heartbeat
-from shardwright.watching import watcher as watching
-from shardwright.watching.diagnosis import BEHIND, Diagnosis
+from shardwright.watching import (
+    Diagnosis,
+    Eyes,
+    Hang,
+    HeartbeatReader,
+    Watcher,
+    WatchSettings,
+    watcher as watching,
+)
+from shardwright.watching.diagnosis import BEHIND
 from shardwright.watching.evidence import EvidenceFiles
-from shardwright.watching.launched import Eyes, Hang
-from shardwright.watching.reading import HeartbeatReader
-from shardwright.watching.watcher import Finding, Watcher, WatchSettings
+from shardwright.watching.watcher import Finding
 
 FINDING = Finding("the job hangs in step 4: rank 0 is behind\n  rank 0: forward", "hang-1", [0])
 

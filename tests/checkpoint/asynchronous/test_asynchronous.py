@@ -32,7 +32,7 @@ from shardwright.checkpoint.save.writing import write_boxes
 from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.checkpoint.storage.save_names import note_of_rank
 from shardwright.checkpoint.storage.threads import MOST
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 from tests.checkpoint.kit.background import pid_of_writer, values
 from tests.checkpoint.kit.states import load_state
 from tests.support.pool import multirank, world_mesh

@@ -20,14 +20,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright as sw
-from shardwright.checkpoint.convert.conversion import FORMS, convert_checkpoint as convert
+from shardwright.checkpoint import Joined, Transposed, convert_checkpoint as convert
+from shardwright.checkpoint.convert.conversion import FORMS
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.pretrained import files
-from shardwright.checkpoint.pretrained.key_maps import Joined, Transposed
 from shardwright.checkpoint.storage.local_files import LocalWriter
 from shardwright.checkpoint.storage.local_store import LocalSave
 from shardwright.common.errors import Damaged
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 from tests.checkpoint.kit.states import load_state
 from tests.support import multirank, world_mesh
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from shardwright.checkpoint import INDEX
 from shardwright.checkpoint.format.archive import ALIGNMENT, container, host_bytes
 from shardwright.checkpoint.format.boxes import check_coverage
 from shardwright.checkpoint.format.index import parse_index
-from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import decoded, encoded
 from shardwright.common.errors import Damaged
 from tests.checkpoint.kit.states import bits

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright as sw
-from shardwright.engine.compat.checkpoints import boxes_to_load
-from shardwright.engine.tensors.ragged.tensor import RaggedTensor
+from shardwright.engine import RaggedTensor
+from shardwright.engine.compat import boxes_to_load
 from tests.engine.kit.models import full
 from tests.engine.kit.tensor_parallel import data_mesh, data_rank, mesh_of
 from tests.support import world_mesh

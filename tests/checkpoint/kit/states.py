@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint.format.nested import NestedState
+from shardwright.checkpoint import NestedState
 from shardwright.checkpoint.load.checkpoints import checkpoint_at
 from shardwright.checkpoint.load.collective_load import (
     check_same_description,
@@ -22,7 +22,7 @@ from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.save import plan
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage.locations import Location
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 
 ALONE = RankGroup(alone=True)
 

@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardwright as sw
+from shardwright.checkpoint import INDEX
 from shardwright.checkpoint.dcp.containers import Container, value_of
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.index import (
@@ -34,11 +35,10 @@ from shardwright.checkpoint.format.index import (
     index_text,
     parse_index,
 )
-from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.common.errors import Damaged
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 from tests.checkpoint.kit.children import run_into
 from tests.checkpoint.kit.hostile import put_index, read_index, repair
 from tests.checkpoint.kit.states import load_state
@@ -155,7 +155,8 @@ def test_generators_without_states_are_refused() -> None:
 
 def test_a_position_beyond_numpys_numbers_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("numpy")
-    from shardwright.checkpoint.training.generators import check_generator_states, generator_states
+    from shardwright.checkpoint import generator_states
+    from shardwright.checkpoint.training.generators import check_generator_states
 
     states = generator_states()
     check_generator_states(states)

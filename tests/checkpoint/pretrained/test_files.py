@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint.pretrained.files import SAFETENSORS_DTYPES, SafetensorsFile, open_stored
+from shardwright.checkpoint import SafetensorsFile, open_stored
+from shardwright.checkpoint.pretrained.files import SAFETENSORS_DTYPES
 
 
 def tensors() -> dict[str, torch.Tensor]:

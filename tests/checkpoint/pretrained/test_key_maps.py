@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from shardwright.checkpoint import Joined, Slice, Stacked, Transposed
-from shardwright.checkpoint.pretrained.key_maps import TensorSource, keys_of, pieces_of, source_of, views_of
+from shardwright.checkpoint import Joined, Slice, Stacked, TensorSource, Transposed, source_of
+from shardwright.checkpoint.pretrained.key_maps import keys_of, pieces_of, views_of
 
 Stored = dict[str, torch.Tensor]
 _numbers = itertools.count()  # no two keys are the same

@@ -15,11 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.checkpoint import Joined, Slice, Stacked, Transposed
+from shardwright.checkpoint import Joined, Slice, Stacked, Transposed, open_stored
 from shardwright.checkpoint.pretrained import save_pretrained
-from shardwright.checkpoint.pretrained.files import open_stored
 from shardwright.checkpoint.storage import local_store
-from shardwright.engine.tensors.ragged.tensor import RaggedTensor
+from shardwright.engine import RaggedTensor
 from tests.checkpoint.kit.models import LAYOUTS, source_model
 from tests.engine.kit.models import build, shard
 from tests.engine.kit.places import On, on, on_meshes

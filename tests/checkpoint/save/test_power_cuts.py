@@ -22,7 +22,7 @@ import torch.distributed as dist
 import shardwright as sw
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import local_store
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 from tests.checkpoint.kit.calls import recorded
 from tests.checkpoint.kit.disk import Disk, Script, check_every_cut, materialise, record
 from tests.checkpoint.kit.states import ALONE, saves, small_tensors_spread, state, step_of

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import local_store
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 from tests.checkpoint.kit.calls import Call, recorded
 from tests.checkpoint.kit.disk import Script, check_every_cut
 from tests.checkpoint.kit.states import ALONE, small_tensors_spread, state, step_of

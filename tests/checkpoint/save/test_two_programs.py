@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from shardwright.checkpoint import load_checkpoint, save_checkpoint
 from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.storage import local_store
 from shardwright.checkpoint.storage.local_store import LocalSave, LocalStore
 from shardwright.checkpoint.storage.stores import new_attempt
-from shardwright.checkpoint.training.load_checkpoint import load_checkpoint
-from shardwright.checkpoint.training.save_checkpoint import save_checkpoint
 
 
 def model(value: float) -> torch.nn.Module:

@@ -11,8 +11,13 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import check_writable, folder_or_url, list_checkpoints, remove_checkpoint
-from shardwright.checkpoint.convert.conversion import convert_checkpoint as convert
+from shardwright.checkpoint import (
+    check_writable,
+    convert_checkpoint as convert,
+    folder_or_url,
+    list_checkpoints,
+    remove_checkpoint,
+)
 
 FORMS: dict[str, Callable[[Path], str | Path]] = {
     "text": str,

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import list_checkpoints, remove_checkpoint
-from shardwright.checkpoint.format.names import INDEX
+from shardwright.checkpoint import INDEX, list_checkpoints, remove_checkpoint
 from shardwright.checkpoint.load.checkpoints import checkpoint_at
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import file_systems, object_files
@@ -25,7 +24,7 @@ from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.storage.object_store import ObjectStore
 from shardwright.checkpoint.storage.stores import Store
 from shardwright.common.errors import Damaged
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 from tests.checkpoint.kit.models import trained
 from tests.checkpoint.kit.states import load_state
 from tests.support.pool import multirank

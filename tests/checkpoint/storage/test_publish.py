@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.convert.conversion import convert_checkpoint as convert
+from shardwright.checkpoint import convert_checkpoint as convert
 from shardwright.checkpoint.pretrained.folder import open_model
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import local_store, publishing

@@ -23,7 +23,7 @@ from shardwright.checkpoint.load.checkpoints import checkpoint_at
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import object_files
 from shardwright.checkpoint.storage.object_store import ObjectStore
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 from tests.checkpoint.kit.models import trained
 from tests.checkpoint.kit.states import load_state
 from tests.support.pool import multirank

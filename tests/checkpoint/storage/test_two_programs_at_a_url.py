@@ -16,7 +16,7 @@ from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import object_store
 from shardwright.common.errors import Damaged
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 from tests.checkpoint.kit.states import load_state
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")

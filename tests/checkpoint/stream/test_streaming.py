@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import Joined, Slice, Stacked, Transposed
-from shardwright.checkpoint.pretrained.files import open_stored
+from shardwright.checkpoint import Joined, Slice, Stacked, Transposed, open_stored
 from tests.checkpoint.kit.models import LAYOUTS, source_model
 from tests.engine.kit import tensor_parallel
 from tests.engine.kit.models import build, loss_of, shard, tokens

@@ -17,12 +17,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright as sw
-from shardwright.checkpoint.format.index import UnknownVersion
-from shardwright.checkpoint.format.names import INDEX
+from shardwright.checkpoint import INDEX, UnknownVersion
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.common.errors import Damaged
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 from tests.checkpoint.kit.states import bits, load_state
 from tests.support.pool import multirank, world_mesh
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.engine.comm import Communicator, Division, plan_division
-from shardwright.engine.comm.streams import DeviceStreams
+from shardwright.engine.comm import Communicator, DeviceStreams, Division, plan_division
 from tests.support import multirank
 from tests.support.stand_in import stand_in_device
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.engine.assembly.find import UNIT
+from shardwright.engine import UNIT
 from shardwright.engine.weights.weights import Weights
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine.comm import DeviceStreams
-from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine.compat import local_of
 from shardwright.optim.host_state import HostState
 from tests.engine.kit.models import loss_of, tokens
 from tests.engine.kit.offload import set_more

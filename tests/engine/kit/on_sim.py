@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwright as sw
+from shardwright.engine import GraphedStep
 from shardwright.engine.comm import Communicator, HostFlag, use_streams
-from shardwright.engine.front.graphed import GraphedStep
 from shardwright.engine.memory import Slab, observe
 from tests.engine.kit.models import full, loss_of
 from tests.engine.kit.plain_training import farness

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright.activations.checkpointing import checkpoint_blocks
+from shardwright.activations import checkpoint_blocks
 from shardwright.comm_hooks import Compressed, Int8Blocks, PowerSGD
 from shardwright.engine.comm import DeviceStreams
 from shardwright.engine.extend.named_strategies import resolve

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import shardwright as sw
-from shardwright.engine.tensors.ragged.tensor import RaggedDTensor, RaggedTensor
+from shardwright.engine import RaggedDTensor, RaggedTensor
 from tests.engine.kit.models import Model, Reference, build, loss_of, shard, tokens, units_of
 from tests.engine.kit.places import On
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from shardwright.engine.base.offload import Host
+from shardwright.engine import Host
 from shardwright.engine.comm import DeviceStreams, HostFlag, Pending
 from shardwright.engine.front import module as engine_module
 from shardwright.engine.gradients.delivery import OnHost

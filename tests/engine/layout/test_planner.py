@@ -10,8 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from shardwright.engine.layout import ALIGNMENT, Layout, Member, Ragged, TensorSpec, plan, plan_unit
-from shardwright.engine.layout.planner import RaggedSegment
+from shardwright.engine.layout import (
+    ALIGNMENT,
+    Layout,
+    Member,
+    Ragged,
+    RaggedSegment,
+    TensorSpec,
+    plan,
+    plan_unit,
+)
 
 KINDS: list[str | Ragged] = [
     "per_parameter",

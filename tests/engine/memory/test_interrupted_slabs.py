@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.engine.memory.plan import Item, Plan
-from shardwright.engine.memory.planned import Planned
-from shardwright.engine.memory.slab import Owner, Slab
+from shardwright.engine.memory import Item, Owner, Plan, Planned, Slab
 
 
 class Interrupt(KeyboardInterrupt):

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwright.engine.compat.collectives import use_one_gloo_thread
+from shardwright.engine.compat import use_one_gloo_thread
 from shardwright.engine.tensors.numbers import reading
 from tests.engine.operations.judging import VERDICTS, judge
 from tests.engine.operations.table import Form, samples

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import shardwright as sw
-from shardwright.engine.tensors.ragged.tensor import RaggedTensor
+from shardwright.engine import RaggedTensor
 
 #: Arguments of ``fully_shard`` by name; None stands for torch's own FSDP2.
 LAYOUTS: dict[str, dict[str, Any] | None] = {

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shardwright.engine.tensors.ragged.tensor import RaggedTensor
+from shardwright.engine import RaggedTensor
 
 
 @torch.no_grad()  # to_local then costs nothing

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.assembly.find import UNIT
-from shardwright.engine.model.optimizer_hook import reduce_held
+from shardwright.engine import UNIT, reduce_held
 from tests.engine.programs.compare import full
 from tests.engine.programs.grammar import (
     ALIASES,

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright.engine.assembly.find import UNIT
+from shardwright.engine import UNIT
 from tests.engine.programs.grammar import LAYOUTS, BlockSpec, Call, Model
 from tests.support import world_mesh
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 import shardwright as sw
-from shardwright.engine.assembly.find import UNIT
-from shardwright.engine.tensors.parameter import unit_of
+from shardwright.engine import UNIT, unit_of
 from tests.engine.programs.compare import full, too_far
 from tests.engine.programs.grammar import CHOSEN, Forward, Micro, Train
 from tests.engine.programs.model import Net

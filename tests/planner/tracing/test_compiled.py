@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import shardwright as sw
-from shardwright.planner.program import Alloc, Kernel, Program
-from shardwright.planner.tracing.tracer import trace
-from shardwright.planner.tracing.training import watch_training
+from shardwright.planner import Alloc, Kernel, Program
+from shardwright.planner.tracing import trace, watch_training
 
 N = 256  #: rows and columns; a matrix has 256 KiB, more than a trace computes
 

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwright.init import truncated
 from shardwright.optim import adamw8bit
-from shardwright.planner.program import Alloc, Free, Program
-from shardwright.planner.tracing.fakes import NUMBERS, SMALL, UnknownValueError
+from shardwright.planner import Alloc, Free, Program
+from shardwright.planner.tracing import SMALL, UnknownValueError, trace
+from shardwright.planner.tracing.fakes import NUMBERS
 from shardwright.planner.tracing.kernels import META
-from shardwright.planner.tracing.tracer import trace
 
 LARGE = 256  #: a square of this side is far larger than ``SMALL``
 assert LARGE * LARGE * 4 > SMALL

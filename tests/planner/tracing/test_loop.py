@@ -19,11 +19,11 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
-from shardwright.engine.compat.collectives import absent_ranks
-from shardwright.planner.program import ALL_PAIRS, Alloc, Kernel
-from shardwright.planner.tracing.fakes import AbsentDeviceError, UnknownValueError
+from shardwright.engine.compat import absent_ranks
+from shardwright.planner import Alloc, Kernel, work_of
+from shardwright.planner.program import ALL_PAIRS
+from shardwright.planner.tracing import AbsentDeviceError, UnknownValueError
 from shardwright.planner.tracing.loop import program_of_loop
-from shardwright.planner.work import work_of
 from tests.support.matrix import generate
 
 WIDTH, LAYERS, TOKENS = 256, 3, 512

@@ -13,12 +13,9 @@ import pytest
 import torch
 
 from shardwright.cli.program import main
-from shardwright.planner.devices import Kind
+from shardwright.planner import Kernel, Kind, Step, work_of
 from shardwright.planner.measured import key_of
-from shardwright.planner.program import Kernel
-from shardwright.planner.timeline import Step
-from shardwright.planner.tracing.timing import Operation, Timer, noting
-from shardwright.planner.work import work_of
+from shardwright.planner.tracing import Operation, Timer, noting
 from shardwright.train.commands import calibrate
 from shardwright.train.errors import UserError
 from shardwright.train.planning import measuring

@@ -15,11 +15,8 @@ from typing import Any
 import pytest
 
 from shardwright.cli.program import main
-from shardwright.planner.devices import GIB, Device, known_devices, parse_devices
-from shardwright.planner.measured import Point
-from shardwright.planner.program import Kernel
-from shardwright.planner.rates import Rates, spans_of
-from shardwright.planner.work import work_of
+from shardwright.planner import GIB, Device, Kernel, Point, Rates, known_devices, parse_devices, work_of
+from shardwright.planner.rates import spans_of
 from shardwright.train.planning.imported_device import ATTENTION, MOST, PRODUCTS, thinned
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed, which reads the tables")

@@ -13,7 +13,7 @@ import torch
 
 import shardwright as sw
 from shardwright import cli
-from shardwright.checkpoint.pretrained.files import open_stored
+from shardwright.checkpoint import open_stored
 from shardwright.train.commands.export import export
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import saved_steps, step_folder

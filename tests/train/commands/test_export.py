@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from shardwright import cli
-from shardwright.checkpoint import StoredCheckpoint
-from shardwright.checkpoint.pretrained.files import open_stored
+from shardwright.checkpoint import StoredCheckpoint, open_stored
 from shardwright.train.commands import export as exporting
 from shardwright.train.commands.export import export
 from shardwright.train.data.tokens import byte_tokenizer

@@ -18,8 +18,8 @@ from torch import nn
 
 import shardwright as sw
 from shardwright import cli
+from shardwright.checkpoint import INDEX
 from shardwright.checkpoint.format.index import index_text, parse_index
-from shardwright.checkpoint.format.names import INDEX
 from tests.support.payloads import code_of_the_system, plant_beside
 from tests.train.kit.damage import flipped
 

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.program import main
-from shardwright.planner.allocator import Rules
-from shardwright.planner.search import Found
+from shardwright.planner import Found, Rules
 from shardwright.train.commands.plans import new_job
 from shardwright.train.commands.plans.fit import Search
-from shardwright.train.config.load import load_config
-from shardwright.train.config.sections.data import DataConfig
+from shardwright.train.config import DataConfig, load_config
 from shardwright.train.data.sources.places import locate
 from shardwright.train.data.tokens.byte_tokenizer import tokenizer_json
 from tests.train.kit.jobs import losses, run

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.train.config import ParallelConfig, load_config
 from shardwright.train.config.catalog.kinds import near_name
 from shardwright.train.config.dims import ParallelDims
-from shardwright.train.config.load import checked_config, load_config
-from shardwright.train.config.sections.parallel import ParallelConfig
+from shardwright.train.config.load import checked_config
 from shardwright.train.errors import UserError
 
 PRESETS = ("debug", "150M", "1B", "3B", "8B", "70B", "405B")

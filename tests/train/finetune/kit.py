@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.train.config.sections.finetune import FinetuneConfig
+from shardwright.train.config import FinetuneConfig
 from shardwright.train.config.shapes.presets import LlamaConfig
 from shardwright.train.finetune.adapters import adapt, set_samples
 from shardwright.train.models.build import model_of

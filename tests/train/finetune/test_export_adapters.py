@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwright import cli
-from shardwright.checkpoint.pretrained.files import open_stored
+from shardwright.checkpoint import open_stored
 from shardwright.train.finetune import adapters
 from shardwright.train.finetune.finetuning import peft_names
 from shardwright.train.finetune.peft_files import read_adapters

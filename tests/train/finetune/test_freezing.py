@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardwright import cli
-from shardwright.checkpoint.pretrained.files import open_stored
-from shardwright.train.config.sections.finetune import FinetuneConfig
+from shardwright.checkpoint import open_stored
+from shardwright.train.config import FinetuneConfig
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt, trained_names
 from shardwright.train.models.build import model_of

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwright as sw
-from shardwright.activations.checkpointing import checkpoint_blocks
+from shardwright.activations import checkpoint_blocks
 from shardwright.train.finetune.adapters import (
     adapt,
     adapted_layers,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.checkpoint.pretrained.files import open_stored
+from shardwright.checkpoint import open_stored
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import peft_files
 from shardwright.train.finetune.adapters import merge

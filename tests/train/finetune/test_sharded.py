@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.activations.checkpointing import checkpoint_blocks
+from shardwright.activations import checkpoint_blocks
 from shardwright.train.finetune.adapters import adapted_layers, merge, reset_magnitudes, trained_names
 from tests.support import multirank, world_mesh
 from tests.train.finetune.kit import (

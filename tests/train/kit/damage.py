@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
+from shardwright.checkpoint import INDEX
 from shardwright.checkpoint.format.index import StoredFile, index_text, parse_index
-from shardwright.checkpoint.format.names import INDEX
 from shardwright.train.run.position import FolderOrUrl, Position
 from shardwright.train.run.stored_checkpoint import examine
 from shardwright.train.step import loading

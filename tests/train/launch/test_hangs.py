@@ -15,7 +15,7 @@ import pytest
 
 from shardwright.engine import heartbeat
 from shardwright.train.report import plan_picture
-from shardwright.watching.reading import HeartbeatReader
+from shardwright.watching import HeartbeatReader
 from tests.train.kit import faults
 from tests.train.kit.jobs import config_file, train_here
 from tests.train.launch.kit import stopped

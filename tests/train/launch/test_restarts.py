@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardwright import cli
-from shardwright.train.config.sections.fault import FaultConfig
+from shardwright.train.config import FaultConfig
 from shardwright.train.launch.restarts import Attempt, AttemptEnd, Restarts, without_numbers
 from shardwright.train.launch.torchrun import GivenUpError, TorchrunLaunch, record_end
 from shardwright.train.rank.rendezvous import fresh_store

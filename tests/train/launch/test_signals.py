@@ -23,8 +23,7 @@ import torch
 from shardwright import cli
 from shardwright.cli.parsing import split_overrides
 from shardwright.cli.program import _parsers
-from shardwright.train.config import load_config
-from shardwright.train.config.sections.fault import FaultConfig
+from shardwright.train.config import FaultConfig, load_config
 from shardwright.train.errors import UserError
 from shardwright.train.launch import job_end
 from shardwright.train.launch.environment import FOLDER_VARIABLE

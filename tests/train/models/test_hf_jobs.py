@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright import cli
-from shardwright.engine.tensors.parameter import has_no_values
+from shardwright.engine import has_no_values
 from shardwright.train.config.shapes.foreign import HuggingFaceShape
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.errors import UserError

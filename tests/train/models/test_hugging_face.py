@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.checkpoint.pretrained.files import open_stored
+from shardwright.checkpoint import open_stored
 from shardwright.train.config.shapes.presets import (
     HYBRID_PRESETS,
     PRESETS,

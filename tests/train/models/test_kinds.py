@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from shardwright.train.config import ModelConfig
 from shardwright.train.config.catalog import kinds
-from shardwright.train.config.sections.model import ModelConfig
 from shardwright.train.config.shapes.presets import PRESETS, LlamaConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models import hugging_face

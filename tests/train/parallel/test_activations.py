@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.engine.compat.compiler import compiled_graphs, set_activation_memory_budget
+from shardwright.engine.compat import compiled_graphs, set_activation_memory_budget
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model

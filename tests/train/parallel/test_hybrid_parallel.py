@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.engine.compat.storages import MissingCompilerError
+from shardwright.engine.compat import MissingCompilerError
 from shardwright.engine.model import pools
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError

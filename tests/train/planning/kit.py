@@ -11,9 +11,8 @@ from typing import Any, cast
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from shardwright.engine.compat.collectives import absent_ranks
-from shardwright.engine.compat.dtensor import local_of
-from shardwright.planner.program import STEP, Alloc, Program
+from shardwright.engine.compat import absent_ranks, local_of
+from shardwright.planner import STEP, Alloc, Program
 from shardwright.train.config import Config, load_config
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.native.styles import even_routing

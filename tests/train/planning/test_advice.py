@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.planner.devices import Device, parse_devices
-from shardwright.planner.speed import speed_of
-from shardwright.planner.verdict import Verdict, judge
+from shardwright.planner import Device, Verdict, judge, parse_devices, speed_of
 from shardwright.train.config import load_config
 from shardwright.train.planning import programs
 

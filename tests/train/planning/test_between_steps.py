@@ -13,16 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwright.checkpoint import SHARED, state_to_save
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.storage.locations import store_of
-from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.compat.collectives import absent_ranks
-from shardwright.planner.devices import known_devices
-from shardwright.planner.program import SAVE, VALIDATION, Program
-from shardwright.planner.text import as_json
-from shardwright.planner.verdict import judge
+from shardwright.engine import RankGroup
+from shardwright.engine.compat import absent_ranks
+from shardwright.planner import SAVE, VALIDATION, Program, as_json, judge, known_devices
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.plans.cache_key import cache_key

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.planner.program import Program
+from shardwright.planner import Program
 from shardwright.train.config import Config, load_config
 from shardwright.train.errors import UserError
 from shardwright.train.planning import programs

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwright.engine.base.offload import Host
-from shardwright.engine.comm.streams import use_streams
-from shardwright.engine.compat.autograd import in_backward
-from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine import Host
+from shardwright.engine.comm import use_streams
+from shardwright.engine.compat import in_backward, local_of
 from shardwright.engine.memory import Slab, observe
-from shardwright.planner.program import Phase, Program
-from shardwright.planner.tracing.recorder import ProgramRecorder
+from shardwright.planner import Phase, Program
+from shardwright.planner.tracing import ProgramRecorder
 from shardwright.planner.tracing.streams import RecordedStreams
 from shardwright.train.config import Config
 from shardwright.train.config.dims import ParallelDims

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from shardwright import cli
+from shardwright.planner import STEP, Alloc, Free, Kernel, Owner, Phase, Program, known_devices
 from shardwright.planner.allocator import GIB
-from shardwright.planner.devices import known_devices
-from shardwright.planner.program import STEP, Alloc, Free, Kernel, Owner, Phase, Program
 from shardwright.train.commands.plans import fit as fitting, grids, plan as planning, plan_difference
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config, load_config

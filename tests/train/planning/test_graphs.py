@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import shardwright as sw
+from shardwright.planner import STEP, VALIDATION, Alloc, Kernel, Program
 from shardwright.planner.allocator import replay
-from shardwright.planner.program import GRAPH, STEP, VALIDATION, Alloc, Event, Kernel, Mark, Program, Wait
+from shardwright.planner.program import GRAPH, Event, Mark, Wait
 from shardwright.planner.tracing.loop import program_of_loop
 from shardwright.train.planning.programs import composed_program, traced_program
 from tests.train.planning.kit import config_of, plain

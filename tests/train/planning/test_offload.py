@@ -9,15 +9,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from shardwright.engine.comm.streams import use_streams
-from shardwright.planner.devices import known_devices
-from shardwright.planner.program import HOST, Alloc, Kernel, Program
-from shardwright.planner.speed import speed_of
-from shardwright.planner.tracing import trace as tracing
-from shardwright.planner.tracing.recorder import ProgramRecorder
+from shardwright.engine.comm import use_streams
+from shardwright.planner import Alloc, Kernel, Program, judge, known_devices, speed_of, work_of
+from shardwright.planner.program import HOST
+from shardwright.planner.tracing import ProgramRecorder, trace as tracing
 from shardwright.planner.tracing.streams import RecordedStreams
-from shardwright.planner.verdict import judge
-from shardwright.planner.work import work_of
 from shardwright.train.planning.programs import composed_program, program_of, traced_program
 from tests.support.matrix import generate
 from tests.train.planning.kit import config_of, plain, planned_step, real_step

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.planner.program import Alloc, Kernel, Wait
+from shardwright.planner import Alloc, Kernel
+from shardwright.planner.program import Wait
 from shardwright.train.planning.programs import program_of
 from tests.train.planning.kit import compare, config_of
 

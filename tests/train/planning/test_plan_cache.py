@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.planner import cache
-from shardwright.planner.program import Alloc, Owner, Phase, Program
+from shardwright.planner import Alloc, Owner, Phase, Program, cache
 from shardwright.train.commands.plans import plan
 from shardwright.train.config import Config, load_config
 from shardwright.train.config.plans import cache_key as keys

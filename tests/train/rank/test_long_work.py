@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwright.engine.compat.collectives import default_store
+from shardwright.engine.compat import default_store
 from shardwright.train.errors import UserError
 from shardwright.train.rank import startup_check
 from shardwright.train.report import progress

@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright import cli
-from shardwright.engine.memory.packing import pack
-from shardwright.engine.memory.plan import Item, Plan, slots
+from shardwright.engine.memory import Item, Plan, pack, slots
 from shardwright.train.commands import compare
 from shardwright.train.config.catalog import figures, records
 from shardwright.train.report import console, plots

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shardwright.checkpoint import INDEX
 from shardwright.checkpoint.format.index import parse_index
-from shardwright.checkpoint.format.names import INDEX
 from tests.train.kit.jobs import ranks, train_here
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.activations.checkpointing import checkpoint_blocks, compile_blocks
+from shardwright.activations import checkpoint_blocks, compile_blocks
 from shardwright.train.models import packed
 from shardwright.train.models.native import hybrid, llama, mamba
 from shardwright.train.models.native.decoder import Decoder

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import shardwright as sw
-from shardwright.activations.checkpointing import compile_blocks
+from shardwright.activations import compile_blocks
 from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.native.llama import Llama, LlamaConfig
 from shardwright.train.models.native.styles import spread_experts

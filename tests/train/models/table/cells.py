@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor
 
-from shardwright.engine.collective import RankGroup
+from shardwright.engine import RankGroup
 from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError

@@ -6,23 +6,21 @@ import html.parser
 import json
 from typing import Any
 
-from shardwright.planner.devices import known_devices
-from shardwright.planner.program import (
-    AFTER_OPTIMIZER,
+from shardwright.planner import (
     OPTIMIZER,
     STEP,
     Alloc,
-    Event,
     Free,
     Kernel,
-    Mark,
     Owner,
     Phase,
     Program,
-    Wait,
+    Verdict,
+    judge,
+    known_devices,
+    speed_of,
 )
-from shardwright.planner.speed import speed_of
-from shardwright.planner.verdict import Verdict, judge
+from shardwright.planner.program import AFTER_OPTIMIZER, Event, Mark, Wait
 
 H100 = known_devices()["h100"]
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>&lt;\u2028"

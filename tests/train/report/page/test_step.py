@@ -7,9 +7,8 @@ import random
 
 import pytest
 
-from shardwright.planner.program import STEP, Alloc, Event, Free, Kernel, Owner, Phase, Program
-from shardwright.planner.rates import Rates
-from shardwright.planner.timeline import Step, record, replay
+from shardwright.planner import STEP, Alloc, Free, Kernel, Owner, Phase, Program, Rates, Step, record, replay
+from shardwright.planner.program import Event
 from shardwright.train.report.page.step import PARTS, step_picture, tensors_of
 from tests.train.report.page.kit import H100, small_program, totals
 

@@ -16,8 +16,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine import heartbeat
-from shardwright.engine.comm.notes import hears_dtensor
-from shardwright.engine.comm.streams import HostStreams, streams_for, use_streams, watched
+from shardwright.engine.comm import HostStreams, hears_dtensor, streams_for, use_streams, watched
 from shardwright.engine.compat.dtensor import functional_collectives
 from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.launch.signals import StopRequest

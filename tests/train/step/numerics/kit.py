@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.engine.base.names import plain_name
-from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine import plain_name
+from shardwright.engine.compat import local_of
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.records import RunSink
 from shardwright.train.data.dataset import Dataset

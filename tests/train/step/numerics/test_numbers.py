@@ -18,11 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.engine.base.names import plain_name
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.compat.dtensor import local_of
-from shardwright.engine.unit.owning import units_of
-from shardwright.train.config.sections.fault import FaultConfig
+from shardwright.engine import RankGroup, plain_name, units_of
+from shardwright.engine.compat import local_of
+from shardwright.train.config import FaultConfig
 from shardwright.train.report.jsonl import read_records
 from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.past import Past

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright.engine.collective import RankGroup
-from shardwright.engine.compat.dtensor import local_of
+from shardwright.engine import RankGroup
+from shardwright.engine.compat import local_of
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset, _check_validated
 from shardwright.train.data.samples.loader import Loader, Share

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from shardwright.engine.unit.owning import units_of
+from shardwright.engine import units_of
 from shardwright.train.errors import UserError
 from shardwright.train.run.position import saved_steps
 from shardwright.train.step.numerics.verifying import CorruptionError

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwright import cli
-from shardwright.train.config.sections.checkpoint import CheckpointConfig
+from shardwright.train.config import CheckpointConfig
 from shardwright.train.launch.restarts import Attempt, place_in_words
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.exits import TRY_AGAIN, Outcome

@@ -27,14 +27,14 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwright as sw
 from shardwright import cli
+from shardwright.checkpoint import nested
 from shardwright.checkpoint.format.archive import host_bytes
 from shardwright.checkpoint.format.index import name_of, parse_index
-from shardwright.checkpoint.format.nested import nested
 from shardwright.checkpoint.save import collective_save
 from shardwright.checkpoint.storage import local_store
 from shardwright.checkpoint.storage.local_files import LocalFiles
-from shardwright.engine.collective import RankGroup
-from shardwright.train.config.sections.checkpoint import CheckpointConfig
+from shardwright.engine import RankGroup
+from shardwright.train.config import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
 from shardwright.train.report.reporter import Reporter

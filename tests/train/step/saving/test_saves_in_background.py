@@ -19,7 +19,7 @@ from shardwright.checkpoint.format.index import parse_index
 from shardwright.checkpoint.save.collective_save import read_back
 from shardwright.checkpoint.save.writing import BoxToWrite, write_boxes
 from shardwright.checkpoint.storage.local_store import LocalStore
-from shardwright.train.config.sections.checkpoint import CheckpointConfig
+from shardwright.train.config import CheckpointConfig
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder

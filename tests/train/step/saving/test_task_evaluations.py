@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardwright.train.config import load_config
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
-from shardwright.train.config.load import load_config
 from shardwright.train.errors import UserError
 from shardwright.train.launch import evaluation_process
 from shardwright.train.launch.evaluation_process import EvaluationProcess
