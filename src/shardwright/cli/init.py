@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser, integer
+from shardwright.cli.plan import devices_of
 from shardwright.planner import MOST_AT_A_TIME
 from shardwright.train.errors import UserError
 
@@ -96,17 +97,12 @@ class _Questions:
 
 def _devices(text: str) -> tuple[int, Any]:
     """The number of ranks and their device; None for the CPU."""
-    from shardwright.planner import DeviceError, parse_devices
-
     if (of_cpu := re.fullmatch(r"(?:(\d+)x)?cpu", text, re.IGNORECASE)) is not None:
         ranks = int(of_cpu[1] or 2)
         if not ranks:
             raise UserError(f"--on: expected at least 1 rank, found {text!r}")
         return ranks, None
-    try:
-        return parse_devices(text, _local_device)
-    except DeviceError as error:
-        raise UserError(f"--on: {error}, or 2xcpu for two ranks of the CPU") from error
+    return devices_of(text, ", or 2xcpu for two ranks of the CPU")
 
 
 def _words(answer: str) -> list[str]:
@@ -126,12 +122,6 @@ def _here() -> str:
         if lines:
             return f"{len(lines)}xlocal"
     return f"2x{CPU}"
-
-
-def _local_device() -> Any:
-    from shardwright.planner.tracing import local_device
-
-    return local_device()
 
 
 def _add_options(parser: Parser) -> None:

@@ -36,13 +36,7 @@ def _plan(call: Call) -> int:
         if value is None:
             raise UserError(f"plan: expected {name}, found none; see shardwright plan --help")
 
-    from shardwright.planner import DeviceError, parse_devices
-
-    try:
-        ranks, device = parse_devices(call.options.on, _local_device)
-    except DeviceError as error:
-        raise UserError(f"--on: {error}") from error
-
+    ranks, device = devices_of(call.options.on)
     from shardwright.train.commands.plans.planned_job import PlannedJob
     from shardwright.train.config.conflicts.jobs import PLANNED
     from shardwright.train.config.conflicts.table import refuse
@@ -97,10 +91,27 @@ def _plan(call: Call) -> int:
     )
 
 
-def _local_device() -> Device:
-    from shardwright.planner.tracing import local_device
+def devices_of(text: str, others: str = "") -> tuple[int, Device]:
+    """Return the number of ranks and their device, from the value of --on.
 
-    return local_device()
+    Args:
+        text: the value.
+        others: what else the command takes, for the message.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    from shardwright.planner import DeviceError, parse_devices
+
+    def local() -> Device:
+        from shardwright.planner.tracing import local_device  # which imports torch
+
+        return local_device()
+
+    try:
+        return parse_devices(text, local)
+    except DeviceError as error:
+        raise UserError(f"--on: {error}{others}") from error
 
 
 def _add_options(parser: Parser) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from shardwright.cli.program import main
 from shardwright.planner import GIB, Device, Kernel, Point, Rates, known_devices, parse_devices, work_of
-from shardwright.planner.rates import spans_of
+from shardwright.planner.rates import ranges_of
 from shardwright.train.planning.imported_device import ATTENTION, MOST, PRODUCTS, thinned
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed, which reads the tables")
@@ -150,8 +150,8 @@ def test_plans_have_the_tables_and_shares_of_figures_for_the_rest(systems: Path,
     assert rates.collective(gather) == pytest.approx(GIGABYTE * (1 << 30) / 1e9, rel=1e-3)
     across = gather._replace(group=(8, 1))
     assert rates.collective(across) == without.collective(across)
-    assert spans_of(figures) == spans_of(without.figures)
-    low = rates.with_share("products", spans_of(figures)["products"].low)
+    assert ranges_of(figures) == ranges_of(without.figures)
+    low = rates.with_share("products", ranges_of(figures)["products"].low)
     assert low.seconds(WIDE, work_of(WIDE)) > seconds(WIDE)
 
 

@@ -14,7 +14,6 @@ import pytest
 from shardwright import cli
 from shardwright.planner import STEP, Alloc, Free, Kernel, Owner, Phase, Program, known_devices
 from shardwright.planner.allocator import GIB
-from shardwright.train.commands.plans import fit as fitting, grids, plan as planning, plan_difference
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config, load_config
 from shardwright.train.errors import UserError
@@ -80,8 +79,7 @@ def program(config: Config, ranks: int, caches: bool = True, kind: str = "cuda")
 
 @pytest.fixture(autouse=True)
 def programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (fitting, plan_difference, planning):
-        monkeypatch.setattr(module, "program_of", program)
+    monkeypatch.setattr(planning, "program_of", program)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -180,8 +178,7 @@ def test_settings_that_need_more_than_the_device_never_fit(
         events += [Alloc(91, 10 * GIB, "compute", 1), Free(91)]
         return Program(events, whole.owners, whole.tokens, whole.model_flops)
 
-    for module in (fitting, planning):
-        monkeypatch.setattr(module, "program_of", cached)
+    monkeypatch.setattr(planning, "program_of", cached)
     keys = ["--parallel.tensor", "1", "--parallel.offload", "none", *WITHOUT]
     keys += ["--activations.checkpoint", "full", "--parallel.strategy", "zero3", "--train.micro_batch", "1"]
     (tmp_path / "small.toml").write_text('like = "h100"\ngib = 20\n')
@@ -205,8 +202,7 @@ def test_a_host_without_room_is_no_place_for_activations(
         events = [*whole.events, Alloc(90, 40 * GIB, "host", 2)]
         return Program(events, [*whole.owners, Owner(group, "", "", "")], whole.tokens, whole.model_flops)
 
-    for module in (fitting, planning):
-        monkeypatch.setattr(module, "program_of", on_host)
+    monkeypatch.setattr(planning, "program_of", on_host)
     device = tmp_path / "small.toml"
     job = [str(EXAMPLES / "llama_8b.toml"), "--on", f"8x{device}", "--parallel.tensor", "1"]
     search = [*job, "--fit", "--processes", "1", "--parallel.context", "1"]
@@ -370,7 +366,7 @@ def test_a_plan_that_fails_ends_no_search(
             raise RuntimeError("out of\nluck")
         return program(config, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fitting, "program_of", failing)
+    monkeypatch.setattr(planning, "program_of", failing)
     keys = "--parallel.tensor", "1", "--parallel.offload", "none"
     status, out = fit_on(capsys, tmp_path, 12.0, *keys)
     assert status == 0 and "\nfailed   --" in out and "--activations.checkpoint full" in out

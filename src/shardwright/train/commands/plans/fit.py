@@ -33,11 +33,9 @@ from shardwright.planner import (
     frontier,
     in_gib,
     in_time,
-    judge,
     load_program,
     one_collection,
     search_widely,
-    speed_of,
 )
 from shardwright.train.commands.pages.html_file import write_page
 from shardwright.train.commands.plans.grids import changed, divides_loss, further_settings, grids_of
@@ -49,7 +47,7 @@ from shardwright.train.commands.plans.plan import (
     head,
     is_padded,
     one_line,
-    program_of,
+    program_and_verdict,
     say,
 )
 from shardwright.train.commands.plans.planned_job import PlannedJob
@@ -194,7 +192,7 @@ def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, p
             seen = {each.keys for each in again}
             plans = [*again, *(each for each in plans if each.keys not in seen)]
     if not plans:
-        program_of(config, job.ranks, caches, device.kind)  # an error of the job itself
+        program_and_verdict(config, job.ranks, device, rules, caches)  # raises an error of the job itself
         raise UserError("--fit: no plan covers any of its settings")
     searched: dict[str, list[str]] = {}
     for axis in (axis for axes in grids(()) for axis in axes):
@@ -303,15 +301,13 @@ def planned(job: PlannedJob, device: Device, rules: Rules, caches: bool, keys: K
     """The plan of some settings. None: they do not go together. A text: an error, which ends no search."""
     try:
         config = job(keys)
-        program = program_of(config, job.ranks, caches, device.kind)
+        _, verdict = program_and_verdict(config, job.ranks, device, rules, caches, with_range=False)
     except UserError:
         return None
     except Exception as error:
         return one_line(error)
-    speed = speed_of(program, device, job.ranks, with_range=False)
-    if speed is None:
+    if (speed := verdict.speed) is None:
         return None
-    verdict = judge(program, device, job.ranks, rules, speed)
     found = found_of(keys, verdict, speed.seconds[1])
     return found._replace(is_padded=not keys and is_padded(config, job.ranks, verdict)), speed
 
@@ -431,8 +427,7 @@ def _page(
 ) -> str:
     """The page of a search: the plan of some settings, without any those of the job, and all plans."""
     config = job(() if shown is None else shown.keys)
-    program = program_of(config, job.ranks, caches, device.kind)
-    verdict = judge(program, device, job.ranks, rules, speed_of(program, device, job.ranks))
+    program, verdict = program_and_verdict(config, job.ranks, device, rules, caches)
     values = {key: config.value_at(key) for key in assumed if key not in found.searched}
     what = "the fastest settings that fit" if shown is not None and shown.fits else "the job as it is"
     grid = {**grid_of(job(), found), "shown": what}

@@ -5,7 +5,7 @@ Nothing here makes a plan, except to ask whether the loss of a model can be comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardwright.planner import Axis, Figures, Keys, Plan, corners, first_keys, with_keys
@@ -44,7 +44,7 @@ def with_only(job: PlannedJob, only: Sequence[str]) -> PlannedJob:
 
 def further_settings(
     config: Config, ranks: int, figures: Figures, given: Mapping[str, str]
-) -> tuple[list[list[Keys]], list[list[Keys]], list[Keys]]:
+) -> tuple[list[tuple[Keys, ...]], list[tuple[Keys, ...]], list[Keys]]:
     """Values of expert and of tensor parallelism, of context parallelism, and of offload, that may be tried.
 
     Args:
@@ -55,22 +55,18 @@ def further_settings(
     """
     sizes = [size for size in SIZES if size <= figures.node and not ranks % size]
     facts = config.parallel.facts
-
-    def values(key: str) -> list[Keys]:
-        return [((key, str(size)),) for size in sizes]
-
     further = [
-        values(key)
+        _values(key, sizes)
         for key, known in (("parallel.expert", facts.has_own_keys), ("parallel.tensor", facts.divides_layers))
         if known and key not in given
     ]
-    smaller = [values("parallel.context")] if "parallel.context" not in given else []
+    smaller = [_values("parallel.context", sizes)] if "parallel.context" not in given else []
     last: list[Keys] = []
     if figures.knows_host:
         if not {"activations.offload", "activations.checkpoint"} & given.keys():
             last.append((("activations.offload", "inputs"), ("activations.checkpoint", "full")))
         if facts.has_own_keys and "parallel.offload" not in given:
-            last += [(("parallel.offload", way),) for way in ("optimizer", "cpu")]
+            last += _values("parallel.offload", ("optimizer", "cpu"))
     return further, smaller, last
 
 
@@ -148,22 +144,20 @@ def axes_of(
     axes = [
         Axis("strategy", tuple(_strategies(config, data, dims.data_groups_on(node)))),
         # A step of one micro-batch adds up no gradients, which takes memory, too.
-        Axis(
-            "micro-batch",
-            tuple((("train.micro_batch", str(n)),) for n in _micro_batches(config, data)),
-            lone=True,
-        ),
-        Axis(
-            "checkpoint",
-            tuple((("activations.checkpoint", way),) for way in ("none", "ops", "half_ops", "full")),
-        ),
+        Axis("micro-batch", _values("train.micro_batch", _micro_batches(config, data)), lone=True),
+        Axis("checkpoint", _values("activations.checkpoint", ("none", "ops", "half_ops", "full"))),
     ]
     if chunks:
-        axes.append(Axis("loss chunks", tuple((("train.loss_chunks", n),) for n in ("0", "auto"))))
+        axes.append(Axis("loss chunks", _values("train.loss_chunks", ("0", "auto"))))
     axes = [axis for axis in axes if not any(key in given for keys in axis.values for key, _ in keys)]
     ways = [config.train.compile] if "train.compile" in given else [config.train.compile, "inductor"]
     for way in dict.fromkeys(reversed(ways)):
-        yield [Axis("compile", ((("train.compile", way),),)), *axes]
+        yield [Axis("compile", _values("train.compile", (way,))), *axes]
+
+
+def _values(key: str, values: Iterable[object]) -> tuple[Keys, ...]:
+    """Return the settings in which one key has each of the values."""
+    return tuple(((key, str(value)),) for value in values)
 
 
 def _micro_batches(config: Config, data: int) -> list[int]:

@@ -65,8 +65,7 @@ def plan(
     config = configured(())
     with as_user_errors(ValueError):
         rules = Rules.of(os.environ)
-    program = program_of(config, ranks, caches, device.kind)
-    verdict = judge(program, device, ranks, rules, speed_of(program, device, ranks))
+    program, verdict = program_and_verdict(config, ranks, device, rules, caches)
     if not json:
         print(head(config, ranks, device), verdict, *_run(config, verdict), sep="\n")
         for line in assumptions(config, assumed):
@@ -82,14 +81,13 @@ def plan(
         for i, keys in enumerate(tried):
             say(f"edit {i + 1} of {len(tried)}: {in_words(keys)}")
             try:
-                changed = program_of(configured(keys), ranks, caches, device.kind)
+                _, other = program_and_verdict(configured(keys), ranks, device, rules, caches, False)
             except UserError:  # it does not go together with another key
                 continue
             except Exception as error:  # a mistake of one plan must not cost the others
                 failed[in_words(keys)] = one_line(error)
                 continue
-            speed = speed_of(changed, device, ranks, with_range=False)
-            edits.append((in_words(keys), judge(changed, device, ranks, rules, speed)))
+            edits.append((in_words(keys), other))
         say("")
     edits = sorted((each for each in edits if _helps(verdict, each[1])), key=_merit)[:EDITS]
     values = {key: config.value_at(key) for key in assumed}
@@ -172,6 +170,24 @@ def program_of(
         if key is not None:
             store_program(key, program)
     return program
+
+
+def program_and_verdict(
+    config: Config, ranks: int, device: Device, rules: Rules, caches: bool = True, with_range: bool = True
+) -> tuple[Program, Verdict]:
+    """Return the program of a configuration, and the verdict on it, which has the speed if that is known.
+
+    Args:
+        config: of the job.
+        ranks: of the job.
+        device: of each rank.
+        rules: of PyTorch's allocator.
+        caches: take a program that was traced before, and keep a new one.
+        with_range: find the range of the speed, too, which takes ten times as long as the speed.
+    """
+    program = program_of(config, ranks, caches, device.kind)
+    speed = speed_of(program, device, ranks, with_range=with_range)
+    return program, judge(program, device, ranks, rules, speed)
 
 
 def head(config: Config, ranks: int, device: Device) -> str:

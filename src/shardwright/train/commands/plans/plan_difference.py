@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from shardwright.common.json_text import strict_json
-from shardwright.planner import Device, Owner, Rules, Verdict, in_gib, in_time, judge, speed_of
-from shardwright.train.commands.plans.plan import program_of
+from shardwright.planner import Device, Owner, Rules, Verdict, in_gib, in_time
+from shardwright.train.commands.plans.plan import program_and_verdict
 from shardwright.train.commands.plans.planned_job import PlannedJob
 
 SHOWN = 6  #: owners of memory, and losses
@@ -25,8 +25,7 @@ def plan_difference(
     """
     verdicts = []
     for job in jobs:
-        program = program_of(job(), job.ranks, caches, device.kind)
-        verdicts.append(judge(program, device, job.ranks, rules, speed_of(program, device, job.ranks)))
+        verdicts.append(program_and_verdict(job(), job.ranks, device, rules, caches)[1])
     (a, b), names = verdicts, [job.name for job in jobs]
     memory, time = _memory(a, b), _time(a, b)
     if json:
