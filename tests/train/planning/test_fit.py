@@ -14,6 +14,7 @@ import pytest
 from shardwright import cli
 from shardwright.planner import STEP, Alloc, Free, Kernel, Owner, Phase, Program, known_devices
 from shardwright.planner.allocator import GIB
+from shardwright.train.commands.plans import fit as fitting, grids, plan as planning
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config, load_config
 from shardwright.train.errors import UserError
