@@ -158,6 +158,7 @@ def _refuse_taken(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
 class _InBackward:
     """A mixin in front of a sharded optimizer's class; see :func:`in_backward`."""
 
+    calls_another_step = True
     param_groups: list[dict[str, Any]]
     state: Any
 

@@ -296,6 +296,7 @@ _Outside = tuple[list[list[Any]], Any, list[tuple[Any, LocalStandIn | None]]]
 class _ShardedStep:
     """A mixin in front of an optimizer's class; see :func:`fully_shard_optimizer`."""
 
+    calls_another_step = True
     param_groups: list[dict[str, Any]]
     state: Any
 

@@ -198,14 +198,14 @@ _TAKES_ONE = ("fused", "centered")
 
 #: True on our optimizer classes whose step accepts them, too.
 TAKES_ANY_GRADIENT = "takes_any_gradient"
-#: Modules that make classes that call the step of another class.
-_AROUND_STEP = {"shardwright.optim.sharded", "shardwright.optim.in_backward"}
+#: In the namespace of our classes whose step calls that of another class.
+CALLS_ANOTHER_STEP = "calls_another_step"
 
 
 def refuse_gradient_dtypes(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
     """Raise if an optimizer gets a gradient of another dtype than its parameter, and is known not to accept it."""
     options = [name for name in _TAKES_ONE if any(group.get(name) for group in optimizer.param_groups)]
-    steps = (c for c in type(optimizer).__mro__ if "step" in vars(c) and c.__module__ not in _AROUND_STEP)
+    steps = (c for c in type(optimizer).__mro__ if "step" in vars(c) and CALLS_ANOTHER_STEP not in vars(c))
     is_builtin = next(steps).__module__.startswith(("torch.", "shardwright."))
     takes_any = isinstance(optimizer, _TAKES_ANY) and not options
     if not is_builtin or takes_any or getattr(optimizer, TAKES_ANY_GRADIENT, False):
