@@ -11,7 +11,7 @@ from shardwright.train.config import ModelConfig
 from shardwright.train.config.catalog import kinds
 from shardwright.train.config.shapes.presets import PRESETS, LlamaConfig
 from shardwright.train.errors import UserError
-from shardwright.train.models import hugging_face
+from shardwright.train.models import hugging_face, offers
 from shardwright.train.models.build import model_of
 
 
@@ -27,8 +27,8 @@ def test_a_kind_that_is_not_registered_is_an_error() -> None:
     for use in (
         hugging_face.key_map,
         hugging_face.config_json,
-        kinds.tensor_plan,
-        lambda shape: kinds.uneven(shape, 8, 2),
+        offers.tensor_plan,
+        lambda shape: offers.uneven(shape, 8, 2),
         model_of,
     ):
         with pytest.raises(
@@ -42,7 +42,7 @@ def test_every_registered_kind_offers_everything() -> None:
         kind = kinds.kinds.get(name)
         assert kind.depth.removeprefix("model.") in kind.numbers
         if not kind.presets:
-            assert kind.load().check is not None
+            assert offers.offers_of_kind(kind).check is not None
             with pytest.raises(
                 ValueError, match=f"{kind.depth.removeprefix('model.')}: expected .*, found none"
             ):
@@ -56,8 +56,8 @@ def test_every_registered_kind_offers_everything() -> None:
         assert model.config == shape
         names = {parameter for parameter, _ in model.named_parameters(remove_duplicate=False)}
         assert hugging_face.key_map(shape).keys() == names
-        assert hugging_face.config_json(shape)["model_type"] in kind.load().shapes
-        assert kinds.tensor_plan(shape) and kinds.uneven(shape, 7, 2)
+        assert hugging_face.config_json(shape)["model_type"] in offers.offers_of_kind(kind).shapes
+        assert offers.tensor_plan(shape) and offers.uneven(shape, 7, 2)
 
 
 def test_a_key_of_another_kind_names_its_owners() -> None:

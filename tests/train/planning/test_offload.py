@@ -12,7 +12,7 @@ import torch
 from shardwright.engine.comm import use_streams
 from shardwright.planner import Alloc, Kernel, Program, judge, known_devices, speed_of, work_of
 from shardwright.planner.program import HOST
-from shardwright.planner.tracing import ProgramRecorder, trace as tracing
+from shardwright.planner.tracing import ProgramRecorder, tracer as tracing
 from shardwright.planner.tracing.streams import RecordedStreams
 from shardwright.train.planning.programs import composed_program, program_of, traced_program
 from tests.support.matrix import generate
