@@ -35,7 +35,7 @@ VALUE = "value"  #: the kind of what is neither model nor optimizer
 
 @dataclass
 class NamedValue:
-    """What a state has under one key. This class is for values that are neither models nor optimizers.
+    """A value that a state has under one key. This class is for values that are neither models nor optimizers.
 
     A value with ``state_dict`` and ``load_state_dict`` is saved and restored by them, another is replaced.
     """

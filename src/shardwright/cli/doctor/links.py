@@ -38,7 +38,7 @@ gloo on two busy cores took 0.2 ms and had 0.3 GB/s. A PCIe 4.0 slot has 32 GB/s
 detour.
 """
 UNEVEN = 3
-"""How many times faster than a link the fastest one is, if the link is worth a look."""
+"""Return how many times faster than a link the fastest one is, if the link is worth a look."""
 NAMES = {"gloo": "gloo", "nccl": "NCCL"}
 SLOW_ADVICE = {
     "gloo": (
@@ -79,7 +79,7 @@ LATE_ADVICE = (
 )
 
 Link = Mapping[str, Any]
-"""What `measure_links` found between two ranks."""
+"""A measurement of `measure_links` between two ranks."""
 
 
 def find_link(backend: str, torch: Mapping[str, Any]) -> Finding:

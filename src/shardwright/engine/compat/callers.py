@@ -1,4 +1,5 @@
-"""Which code of torch called: a few methods of the engine's tensors must answer some callers of torch differently.
+"""Questions about the code of torch that called: a few methods of the engine's tensors must answer some callers of
+torch differently.
 
 Each function looks at the frames of its caller, so it must be called directly by the method that torch has called.
 """

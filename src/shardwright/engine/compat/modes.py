@@ -1,4 +1,4 @@
-"""What may surround an operation: dispatch modes, function modes, autocast, and transforms of ``torch.func``.
+"""Contexts around an operation: dispatch modes, function modes, autocast, and transforms of ``torch.func``.
 
 The engine asks which of them are active, and runs its own work outside of those that would change it.
 """

@@ -1,4 +1,4 @@
-"""What the two classes of sharded tensors have in common: those of ``rows``, and those of ``ragged``.
+"""The common base of the two classes of sharded tensors: those of ``rows``, and those of ``ragged``.
 
 Both have the shape of the whole tensor, while a local tensor has this rank's elements. Which elements these are, and
 how operations compute with them, is in the folder of each class.
