@@ -25,9 +25,10 @@ Dtypes = torch.dtype | tuple[torch.dtype, ...]
 class Ragged:
     """A layout that cuts parameters between granules, at the end of a rank's part.
 
-        Ragged("row")      # rows of the last dimension stay whole Ragged(32)         # blocks of 32 such rows, counted
-        from the parameter's first Ragged("element")  # nothing but the alignment matters Ragged(lambda shape:
-        math.prod(shape[1:]))  # blocks of this many elements stay whole
+        Ragged("row")      # rows of the last dimension stay whole
+        Ragged(32)         # blocks of 32 such rows, counted from the parameter's first
+        Ragged("element")  # nothing but the alignment matters
+        Ragged(lambda shape: math.prod(shape[1:]))  # blocks of this many elements stay whole
 
     A tensor of more than two dimensions is a stack of rows. A 1-D parameter has no rows: ``Ragged("row")`` may cut it
     anywhere, ``Ragged(k)`` between blocks of 256 elements. Raises ValueError for any other granule.

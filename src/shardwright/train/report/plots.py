@@ -89,8 +89,11 @@ def time_shares(records: Records) -> dict[str, float]:
     return {name: seconds / whole for name, seconds in totals.items()} if whole else {}
 
 
-def loss_figure(records: Records, name: str, vocabulary: int) -> Figure:
-    """Training and validation loss over the steps of one run, and the loss of `vocabulary` equally likely tokens."""
+def loss_figure(records: Records, name: str, vocabulary: int, loss: str = "auto") -> Figure:
+    """Training and validation loss over the steps of one run, and the loss of `vocabulary` equally likely tokens.
+
+    `loss` is the value of `[train] loss`.
+    """
     figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
     steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
@@ -103,10 +106,17 @@ def loss_figure(records: Records, name: str, vocabulary: int) -> Figure:
             label="validation: other text, after the update",
         )  # fmt: skip
     uniform = math.log(vocabulary)
-    if max(losses) > 0.8 * uniform:  # else the line would squeeze the curve
+    unit = "cross-entropy per token (nats)" if loss in ("auto", "cross_entropy") else f"loss {loss}"
+    is_cross_entropy = loss in ("auto", "cross_entropy")
+    if is_cross_entropy and max(losses) > 0.8 * uniform:  # else the line would squeeze the curve
         label = f"ln({vocabulary}) = {uniform:.3f}: all tokens equally likely"
         axes.axhline(uniform, color="black", lw=0.8, ls=":", label=label)
-    dress(axes, f"Loss of {name}", "optimizer step", "cross-entropy per token (nats)")
+    dress(
+        axes,
+        f"Loss of {name}",
+        "optimizer step",
+        unit,
+    )
     figure.legend(loc="outside lower center", ncols=2, fontsize=9)
     return figure
 

@@ -27,6 +27,7 @@ from shardwright.activations import (
 from shardwright.context import shard
 from shardwright.engine.extend import ExtensionError, call
 from shardwright.train.config import Config, TrainConfig
+from shardwright.train.config.catalog.figures import CROSS_ENTROPY
 from shardwright.train.config.catalog.kinds import model_in_words
 from shardwright.train.config.catalog.losses import AUTO
 from shardwright.train.data.samples.batch import Batch
@@ -87,6 +88,7 @@ class Losses:
         self._model, self._vocab_size, self._chunked = model, vocab_size, chunked
         self.has_loss, self._auxiliary_sums = plain.has_loss, plain.auxiliary_sums
         self._loss = loss_of(config.train)
+        self._name = config.train.loss
         self._numbers_padding = BuiltJob(config, plain).numbers_padding
         #: Whether forward takes the edges of documents, so that the host need not wait for their number.
         self._takes_edges = "edges" in inspect.signature(plain.forward).parameters
@@ -95,6 +97,19 @@ class Losses:
         self._factors = world.figures([1.0, *self.auxiliary.values()])
         # A module of another class may lack them, see `language_model.NEEDED`.
         self.meanings: Mapping[str, str] = getattr(plain, "meanings", {})
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        """Whether the loss that is trained is the cross-entropy, in nats."""
+        return self._loss is cross_entropy and not self.has_loss
+
+    def in_words(self) -> dict[str, str]:
+        """Return the words for the loss that is trained and for the one that validation measures, see `RunFacts`."""
+        if self.is_cross_entropy:
+            return {}
+        if self.has_loss:
+            return {"loss": "the model's own loss per token"}
+        return {"loss": f"the loss {self._name!r} per token", "validated": CROSS_ENTROPY}
 
     def counts(self, trained: int) -> Tensor:
         """The number of trained tokens of a step, over which each loss is a mean: float64 [1 + auxiliaries]."""

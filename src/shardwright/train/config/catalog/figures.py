@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from shardwright.train.config.catalog.records import COMMON_LOSSES, SET_PREFIX, StepRecord, of_sets
 
+CROSS_ENTROPY = "cross-entropy per token in nats"
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -25,6 +27,8 @@ class RunFacts:
         metrics: the meanings of the metrics of hooks, by their names in the line of a step.
         has_perplexity: whether validations have this figure.
         sets: the names of sets for validation.
+        loss: the loss that is trained, in words.
+        validated: the loss that validation measures, in words.
     """
 
     on_gpu: bool
@@ -36,6 +40,8 @@ class RunFacts:
     metrics: Mapping[str, str]
     has_perplexity: bool = False
     sets: Collection[str] = ()
+    loss: str = CROSS_ENTROPY
+    validated: str = "the same"
 
     def meaning_of_loss(self, name: str) -> str:
         """The meaning of a loss beside the cross-entropy. Empty if the model does not have it."""
@@ -82,12 +88,14 @@ FIRST_FIGURES = (
     Figure(
         "loss",
         lambda step: _text("loss", step.loss),
-        lambda run: "cross-entropy per token in nats, before the step's update",
+        lambda run: f"{run.loss}, before the step's update",
     ),
     Figure(
         "validation",
         lambda step: _text("validation", step.validation_loss),
-        lambda run: "the same after the update, on text that no step trains on" if run.has_validation else "",
+        lambda run: (
+            f"{run.validated} after the update, on text that no step trains on" if run.has_validation else ""
+        ),
     ),
     Figure(
         "perplexity",

@@ -134,7 +134,7 @@ def best_result(best: BestCheckpoint, checkpoints: FolderOrUrl, reporter: Report
 
 def draw_losses(folder: RunFolder, config: Config, records: plots.Records) -> None:
     with writing(folder.picture):
-        figure = plots.loss_figure(records, config.run.name, vocabulary(config))
+        figure = plots.loss_figure(records, config.run.name, vocabulary(config), config.train.loss)
         figure.savefig(folder.picture, dpi=plots.DPI)
 
 
@@ -204,8 +204,12 @@ def summary(
     lines = [
         "",
         f"done: {trainer.position.step} steps, {trainer.position.samples * trainer.config.train.seq_len:,} tokens",
-        f"  loss            {results['first_loss']:.4f} -> {results['train_loss']:.4f} "
-        f"(all {alike} tokens equally likely: ln({alike}) = {math.log(alike):.4f})",
+        f"  loss            {results['first_loss']:.4f} -> {results['train_loss']:.4f}"
+        + (
+            f" (all {alike} tokens equally likely: ln({alike}) = {math.log(alike):.4f})"
+            if trainer.losses.is_cross_entropy
+            else ""
+        ),
         *validation_lines(validation, results["train_loss"], trainer.config),
         *([f"  perplexity      {results['perplexity']:,.2f}"] if "perplexity" in results else []),
         *best_lines(results, checkpoints_of(folder, trainer.config)),

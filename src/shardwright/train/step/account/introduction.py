@@ -69,5 +69,6 @@ def figures_in_words(trainer: Trainer) -> str:
             metrics=trainer.hooks.in_words(validates),
             has_perplexity=validates and not trainer.losses.has_loss,
             sets=trainer.dataset.validation_sets,
+            **trainer.losses.in_words(),
         )
     )
