@@ -70,7 +70,8 @@ class Packer:
         self._padding: list[torch.Tensor] = []
         self._items = self._plan_items(dtype)
         #: Whether the packing has all gradients, one after another, and nothing else.
-        self._is_in_order = [i for i in self._items if type(i) is int] == list(range(len(self._items)))
+        numbers = [i for i in self._items if type(i) is int]
+        self._is_in_order = len(numbers) == len(self._items) and numbers == list(range(len(self.parameters)))
         #: Whether gradients are packed without an earlier cast.
         self._plain = bool(packing.shared) or all(
             p.spec.is_natural and p.spec.shape and part.chunk for p, part in self.pairs()
