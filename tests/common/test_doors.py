@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -42,3 +43,17 @@ def test_a_door_imports_what_is_used_and_nothing_else() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False", "True"]
+
+
+def test_no_listed_name_is_that_of_a_module_behind_the_door() -> None:
+    """An import of the module would put it in the place of the name."""
+    for room in ROOMS:
+        module = importlib.import_module(room)
+        folder = Path(module.__file__ or "").parent
+        behind = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
+        clashes = [
+            name
+            for name in {*module.__all__, *dir(module)} & behind
+            if not isinstance(getattr(module, name), ModuleType)
+        ]
+        assert not clashes, f"{room}: {clashes}"

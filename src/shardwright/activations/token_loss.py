@@ -60,7 +60,8 @@ def losses_of_tokens(
     Args:
         logits: float [..., V]; a DTensor if ranks share them.
         targets: int64 [...].
-        loss: the function. It gets target 0 for tokens that are ignored, and its result for them does not count.
+        loss: the function. It gets logits and target 0 for tokens that are ignored, and its result for them does not
+            count. It runs without autocast.
         ignore_index: the target of tokens without a loss.
 
     Raises:
@@ -72,7 +73,11 @@ def losses_of_tokens(
         losses_T = cross_entropy(logits_TV, targets_T, ignore_index=ignore_index)
         return losses_T.full_tensor() if isinstance(losses_T, DTensor) else losses_T
     counted_T = targets_T != ignore_index
-    losses_T = loss(logits_TV, targets_T.where(counted_T, 0))
+    if not isinstance(logits_TV, DTensor):
+        # Backward multiplies by zero what the function does with ignored tokens: it must be finite for them.
+        logits_TV = logits_TV.masked_fill(~counted_T[:, None], 0)
+    with torch.autocast(logits_TV.device.type, enabled=False):
+        losses_T = loss(logits_TV, targets_T.where(counted_T, 0))
     if (
         not isinstance(losses_T, Tensor)
         or losses_T.shape != targets_T.shape
@@ -90,4 +95,4 @@ def losses_of_tokens(
         )
     if isinstance(losses_T, DTensor):
         losses_T = losses_T.full_tensor()
-    return losses_T.where(counted_T, 0.0)
+    return losses_T.to(torch.promote_types(losses_T.dtype, torch.float32)).where(counted_T, 0.0)

@@ -6,8 +6,8 @@ from shardwright.common.doors import door
 
 if TYPE_CHECKING:
     from shardwright.optim.adamw8bit import AdamW8bit as AdamW8bit
+    from shardwright.optim.backward_steps import in_backward as in_backward
     from shardwright.optim.clip import clip_grad_norm_ as clip_grad_norm_
-    from shardwright.optim.in_backward import in_backward as in_backward
     from shardwright.optim.muon import Muon as Muon
     from shardwright.optim.sharded import fully_shard_optimizer as fully_shard_optimizer
     from shardwright.optim.whole.updates import Updates as Updates

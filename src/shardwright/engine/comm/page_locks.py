@@ -68,7 +68,13 @@ def locked_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
 def _give_back() -> None:
     """Unlock and free the memory whose tensors are gone."""
     while _left:
-        device, address, _ = _left[-1]
-        torch.accelerator.synchronize(device)  # a copy that was queued may still use it
+        noted = (
+            _left.pop()
+        )  # before anything else: a tensor that ends meanwhile adds its own memory behind it
+        device, address, _ = noted
+        try:
+            torch.accelerator.synchronize(device)  # a copy that was queued may still use it
+        except BaseException:
+            _left.append(noted)
+            raise
         runtime_of(device).cudaHostUnregister(address)
-        _left.pop()

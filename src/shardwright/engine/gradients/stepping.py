@@ -1,6 +1,6 @@
 """Optimizers that step a unit while backward still runs: this file decides when, and calls them.
 
-The optimizer makes the step (``optim/in_backward.py``). Nothing here knows how.
+The optimizer makes the step (``optim/backward_steps.py``). Nothing here knows how.
 """
 
 from __future__ import annotations

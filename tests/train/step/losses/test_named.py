@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.engine.extend import ExtensionError
 from shardwright.train.config import Config
-from shardwright.train.extend import NamedLoss, losses
+from shardwright.train.extend import NamedLoss, NamedSink, losses
 from shardwright.train.step.evaluation import validate
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
@@ -132,8 +132,9 @@ def test_a_wrong_function_is_named(rank: int, world_size: int, name: str, messag
     [
         ({"loss": "crossentropy"}, "expected one of .*; did you mean 'cross_entropy'"),
         ({"loss": "z_loss", "loss_arguments": {"gamma": 1}}, "gamma: loss 'z_loss' has no such argument"),
+        ({"loss": "cross_entropy", "loss_arguments": {"label_smoothing": 10}}, "expected a number from 0 to 1"),
         ({"loss_arguments": {"weight": 1.0}}, "loss 'auto' has no such argument"),
-        ({"loss": "z_loss", "loss_arguments": {"weight": "much"}}, "expected a number like 0.0001, found 'much'"),
+        ({"loss": "z_loss", "loss_arguments": {"weight": "much"}}, "from 0 to 1, such as 0.0001, found 'much'"),
         ({"loss": f"{__name__}:focal", "loss_arguments": {"g": 1}}, "unexpected keyword argument 'g'"),
         ({"loss": "tests.train.step.losses.test_named:HYBRID"}, "expected a NamedLoss"),
     ],
@@ -141,6 +142,38 @@ def test_a_wrong_function_is_named(rank: int, world_size: int, name: str, messag
 def test_mistakes_are_one_line(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny(train=values)
+
+
+def test_ignored_tokens_put_nothing_into_gradients() -> None:
+    """Also where the function is not finite for them: a padded row's logits may be any number."""
+    logits = torch.randn(4, 5).double()
+    logits[1] = torch.tensor([-2000.0, 2000.0, 0.0, 0.0, 0.0])
+    logits.requires_grad_()
+    targets = torch.tensor([2, -100, 1, 0])
+
+    def powers(logits: Tensor, targets: Tensor) -> Tensor:
+        chosen = logits.softmax(-1).gather(-1, targets[:, None])[:, 0]
+        return -((1 - chosen) ** 2) * chosen.log()
+
+    for loss in (powers, focal):
+        hidden, head = logits.detach().requires_grad_(), nn.Identity()
+        loss_sum, _ = sw.chunked_cross_entropy(hidden, head, targets, chunks=2, loss=loss)
+        (gradient,) = torch.autograd.grad(loss_sum, hidden)
+        assert gradient.isfinite().all() and not gradient[1].any()
+
+
+def test_losses_in_half_precision_are_summed_in_float32() -> None:
+    hidden, targets = torch.randn(4096, 8), torch.zeros(4096, dtype=torch.int64)
+    found, _ = sw.chunked_cross_entropy(hidden, nn.Identity(), targets, loss=lambda x, t: focal(x, t).half())
+    assert found.dtype == torch.float32 and found.isfinite()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: NamedLoss("mine", "Nothing."), lambda: NamedSink("mine", "Nothing.", None)]
+)
+def test_a_value_without_its_function_is_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match="'mine': expected a function"):
+        make()
 
 
 def test_a_named_loss() -> None:

@@ -1,6 +1,6 @@
 """The sharded tensor of ragged layouts: global shape outside, a flat range of its elements on each rank.
 
-The table of ``ragged_ops.py`` has the supported operations; all others raise an error. An operation must never return a
+The table of ``operations.py`` has the supported operations; all others raise an error. An operation must never return a
 result for only the local part. This file knows no units, slabs or optimizers.
 """
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-#: The supported operations, see ``ragged_ops.py``.
+#: The supported operations, see ``operations.py``.
 HANDLERS: dict[Any, Handler] = {}
 
 

@@ -116,6 +116,7 @@ class Offers:
         check_signature("Offers: model", self.model, "shape")
 
 
+BUILT_IN = ("llama", "hybrid", "hf", "python")  #: kinds whose Offers ``models/offers.py`` has
 _KIND = "_shardwright_kind"  #: the attribute of a class of shapes that has its kind, also one in no registry
 
 
@@ -158,6 +159,8 @@ class Kind:
     base: Callable[[Any], HuggingFaceShape | None] = lambda shape: None
 
     def __post_init__(self) -> None:
+        if self.load is None and self.name not in BUILT_IN:
+            raise ValueError(f"Kind {self.name!r}: expected a function for load, found None")
         if self.load is not None:
             check_signature(f"Kind {self.name!r}: load", self.load)
         if _KIND not in vars(self.shape):

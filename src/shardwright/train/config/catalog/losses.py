@@ -12,6 +12,7 @@ from shardwright.engine.extend import Registry
 
 #: The value of the key with which a model's own loss is used where it has one, and else the cross-entropy.
 AUTO = "auto"
+BUILT_IN = (AUTO, "cross_entropy", "z_loss")  #: losses whose functions ``step/losses.py`` has
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,19 @@ class NamedLoss:
             the loss of each token, float [T]. With `train.loss_chunks` it gets the tokens of one chunk. Values of
             `[train] loss_arguments` are further arguments, by name. None: a loss of this package, which
             ``step/losses.py`` knows.
-        arguments: for a loss of this package, the defaults of its arguments.
+        arguments: for a loss of this package, by name, the default of an argument and its least and largest value.
     """
 
     name: str
     summary: str
     function: Callable[..., Any] | None = None
-    arguments: Mapping[str, float] = field(default_factory=dict)
+    arguments: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.function is None and self.name not in BUILT_IN:
+            raise ValueError(
+                f"NamedLoss {self.name!r}: expected a function of logits and targets, found None"
+            )
 
     def arguments_problem(self, values: Mapping[str, object]) -> str | None:
         """Return the mistake in these values of `[train] loss_arguments`, in a line; None without one."""
@@ -49,8 +56,12 @@ class NamedLoss:
                 return (
                     f"loss_arguments.{key}: loss {self.name!r} has no such argument; its arguments: {names}"
                 )
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                return f"loss_arguments.{key}: expected a number like {self.arguments[key]}, found {value!r}"
+            default, least, most = self.arguments[key]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                return (
+                    f"loss_arguments.{key}: expected a number from {least:g} to {most:g}, such as "
+                    f"{default or most / 10:g}, found {value!r}"
+                )
         return None
 
 
@@ -72,11 +83,12 @@ losses = LossRegistry(
     (
         NamedLoss(AUTO, "The model's own loss where it has one, else cross_entropy."),
         NamedLoss(
-            "cross_entropy", "The cross-entropy of each token with the next one.", arguments={"label_smoothing": 0.0}
+            "cross_entropy", "The cross-entropy of each token with the next one.",
+            arguments={"label_smoothing": (0.0, 0.0, 1.0)},
         ),
         NamedLoss(
             "z_loss", "Cross-entropy, and weight times the squared logarithm of the softmax's denominator.",
-            arguments={"weight": 1e-4},
+            arguments={"weight": (1e-4, 0.0, 1.0)},
         ),
     ),
 )  # fmt: skip

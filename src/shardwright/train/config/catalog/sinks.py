@@ -38,6 +38,10 @@ class RunSite:
     attempt: int = 1
 
 
+#: Sinks that ``report/sinks/opening.py`` opens.
+BUILT_IN = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
 @dataclass(frozen=True)
 class NamedSink:
     """A place for metrics.
@@ -63,6 +67,8 @@ class NamedSink:
     reopens: bool = False
 
     def __post_init__(self) -> None:
+        if self.open is None and self.name not in BUILT_IN:
+            raise ValueError(f"NamedSink {self.name!r}: expected a function for open, found None")
         if self.open is not None:
             check_signature(f"NamedSink {self.name!r}: open", self.open, "site")
 
