@@ -81,7 +81,7 @@ def _start(call: bytes) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     path = os.pathsep.join(filter(None, (os.path.dirname(FOLDER), kept.get("PYTHONPATH"))))
     output = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe could fill up and hold the process
     process = subprocess.Popen(
-        [sys.executable, "-m", "shardwright.cli.doctor.children"],
+        [sys.executable, "-P", "-m", "shardwright.cli.doctor.children"],
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=subprocess.DEVNULL,

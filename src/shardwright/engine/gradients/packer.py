@@ -116,6 +116,7 @@ class Packer:
         present: list[bool] | None = None
         dtype, n = self.dtype, self._ranks.parts
         for i, (parameter, gradient) in enumerate(zip(self.parameters, found, strict=True)):
+            found[i] = None  # so that each one is freed as soon as its cast is there
             # Without parameters that were frozen since forward, as in autograd.
             if gradient is None or not self.shardeds[i].requires_grad:
                 if not (fill and self.shardeds[i].requires_grad):
