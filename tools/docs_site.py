@@ -30,7 +30,7 @@ LANGUAGES = {
     ".md": "markdown",
 }
 #: Functions of public modules that mkdocstrings takes for the submodule of the same name, by their module.
-SHADOWED = {"optim": ["in_backward.in_backward"]}
+SHADOWED = {"optim": ["backward_steps.in_backward"]}
 LINK = re.compile(r"(?<=\]\()([^()\s:#]+)(?=[#)])")
 
 
