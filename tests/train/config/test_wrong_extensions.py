@@ -307,7 +307,7 @@ def test_all_losses_of_a_model_are_shown(folder: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ("flat", r"forward of the model of kind .* returned a tensor of shape \[64, 256\] .* of shape \[2, 32, 256\]"),
+        ("flat", r"forward of the model of kind .* returned a tensor of shape \[8, 256\] .* of shape \[1, 8, 256\]"),
         ("alone", r"forward\(tokens, extras=True\) of .* returned a tensor .*; expected a tuple of two"),
         ("names", r"auxiliary_sums of .* returned a dict with size; expected a dict .* each of size, rows"),
         ("many", r"returned a tensor of shape \[32\] .* for 'size'; expected a dict with one tensor without"),
