@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.kinds import kinds, model_in_words
+from shardwright.train.config.catalog.kinds import is_of_this_package, model_in_words
 from shardwright.train.finetune import adapters
 from shardwright.train.models.language_model import LanguageModel
 
@@ -36,5 +36,5 @@ class ModelFacts:
             parameters=plain.num_params(),
             flops_per_token=plain.flops_per_token(config.train.seq_len) - skipped,
             draws=plain.draws,
-            foreign=plain.foreign or kinds.origin(config.model.kind) != "built in",
+            foreign=plain.foreign or not is_of_this_package(config.model.shape()),
         )

@@ -267,6 +267,11 @@ def kind_of(shape: Any) -> Kind:
     )
 
 
+def is_of_this_package(shape: Any) -> bool:
+    """Return whether the kind of a shape is one of this package, and no user's."""
+    return kinds.origin(kind_of(shape).name) == "built in"
+
+
 def model_in_words(shape: Any, name: str = "") -> str:
     """The model of a shape, for messages: with its value of the key that names models, such as model.target, or with
     `name`, the setting `model.kind`."""
