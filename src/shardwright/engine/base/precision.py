@@ -198,7 +198,7 @@ _TAKES_ONE = ("fused", "centered")
 
 #: True on our optimizer classes whose step accepts them, too.
 TAKES_ANY_GRADIENT = "takes_any_gradient"
-#: In the namespace of our classes whose step calls that of another class.
+#: Name of an attribute that marks our classes whose ``step`` calls the ``step`` of another class.
 CALLS_ANOTHER_STEP = "calls_another_step"
 
 

@@ -61,7 +61,7 @@ def another_client(store: Any) -> Any:
     return store.clone() if hasattr(store, "clone") else store
 
 
-#: Gathers one flat tensor. The second name is that of torch before 2.13.
+#: Gathers one flat tensor. Torch before 2.13 has it under the second name.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
