@@ -6,6 +6,8 @@ results of the operations have marks in the graph, as the outputs of a unit's ca
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from shardwright.engine.model.calls import join_model
 from shardwright.engine.model.root import Root, root_of
 from shardwright.engine.model.runs import Run
 from shardwright.engine.tensors.direct import watch, whole
+from shardwright.engine.tensors.numbers.averaging import average, recipe_of
+from shardwright.engine.tensors.numbers.hooks import WholeGradient, register
 from shardwright.engine.tensors.parameter import plain_of, unit_of
 from shardwright.engine.unit.marks import map_tensors, mark_outputs
 from shardwright.engine.unit.owning import at_rest, settle_now
@@ -65,9 +69,10 @@ class _Operation:
             root = root_of(unit) or join_model(unit, unit.watch.modules()[0])
             with alone(root.device):
                 self._runs[unit] = _gather(unit, root)
-        parameter = unit.managed(sharded)
-        assert parameter is not None
-        return parameter.full
+        place = next(i for i, p in enumerate(unit.parameters) if p.sharded is sharded)
+        if not torch.is_grad_enabled() and sharded.requires_grad:  # perhaps inside a torch.autograd.Function
+            register(sharded, WholeGradient(partial(_part_of_mean, weakref.ref(unit), place)))
+        return unit.parameters[place].full
 
     def end(self, result: Any, entry: int) -> Any:
         """Mark the results, and release the weights that no later use needs."""
@@ -86,6 +91,22 @@ class _Operation:
         plain = plain_of(tensor)
         views = plain.layout is torch.strided and any(unit.weights.has(plain) for unit in self._runs)
         return tensor.clone() if views else tensor
+
+
+def _part_of_mean(ref: weakref.ref[Unit], place: int, gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of the mean of a whole gradient, which a ``torch.autograd.Function`` has returned."""
+    unit = ref()
+    assert unit is not None
+    parameter = unit.parameters[place]
+    if parameter.cut.parallel is not None:
+        raise NotImplementedError(
+            f"A torch.autograd.Function got the tensor-parallel parameter {parameter.name!r} of unit {unit.name!r} "
+            "without a call of the unit, and returned a gradient of its whole. Call the function inside the forward of "
+            "the unit's module."
+        )
+    sharded: Any = parameter.sharded
+    mean = average(gradient, sharded.device_mesh, recipe_of(sharded))
+    return parameter.cut.wrap(parameter.cut.part_of(mean).clone())  # type: ignore[no-any-return]
 
 
 def _refuse_transforms(unit: Unit) -> None:

@@ -56,6 +56,7 @@ def hook_optimizers() -> None:
 
 def _after_zero_grad(parameters: Iterable[torch.Tensor]) -> None:
     """Drop the gradients of these parameters that units hold, after torch has dropped those in ``.grad``."""
+    watch.begin()
     if not any(unit.gradients.held for root in roots for unit in root.units()):
         return
     parameters = list(parameters)

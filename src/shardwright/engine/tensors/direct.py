@@ -36,6 +36,8 @@ _SAME_ELEMENTS = {
     "T", "mT", "H", "mH", "data", "t", "transpose", "permute", "movedim", "view", "reshape", "flatten", "unflatten",
     "squeeze", "unsqueeze", "contiguous", "detach", "to", "type", "float", "double", "half", "bfloat16", "view_as",
 }  # fmt: skip
+#: Functions with which programs keep values, as for a checkpoint. While no call runs, nothing is noted of their results.
+_KEEPS = {"detach", "clone", "cpu", "data"}
 #: torch's words where it refuses a sharded tensor beside a plain one, on versions that do not call our classes.
 _MIXED = "mixed torch.Tensor and DTensor"
 
@@ -130,7 +132,7 @@ def _on_parts(function: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         if not writes and (running or (refused and (same_elements or _meets_others(leaves, ours)))):
             return True, None
         raise
-    if running or same_elements:
+    if running or getattr(function, "__name__", "") not in _KEEPS and function != _DATA:
         _note(function, args, kwargs, result, ours)
     return False, result
 
