@@ -279,7 +279,9 @@ class Program:
     """A kind of model, and the loss of its output."""
 
     model: Callable[[], Any]
-    loss: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor] = lambda model, output, target: output.float().pow(2).mean()
+    loss: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor] = lambda model, output, target: (
+        output.float().pow(2).mean()
+    )
 
 
 def fused(model: Any, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

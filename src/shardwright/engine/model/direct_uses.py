@@ -18,7 +18,7 @@ from shardwright.engine.model.backward import BACKWARD
 from shardwright.engine.model.calls import join_model
 from shardwright.engine.model.root import Root, root_of
 from shardwright.engine.model.runs import Run
-from shardwright.engine.tensors.direct import watch, whole
+from shardwright.engine.tensors.direct import asks_for_form, watch, whole
 from shardwright.engine.tensors.numbers.averaging import average, recipe_of
 from shardwright.engine.tensors.numbers.hooks import WholeGradient, register
 from shardwright.engine.tensors.parameter import plain_of, unit_of
@@ -32,7 +32,7 @@ from shardwright.engine.weights.lasting import lasting_kind
 def compute(function: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of a function of torch, computed with whole weights in the place of sharded parameters."""
     watch.used = True
-    operation = _Operation()
+    operation = _Operation(reads=not asks_for_form(function, args))
     args, kwargs = whole(args, kwargs, operation.full_of)
     entry = next_sequence_number()
     try:
@@ -58,13 +58,14 @@ def see_uses() -> None:
 class _Operation:
     """One operation with whole weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: bool) -> None:
+        self._reads = reads
         self._runs: dict[Unit, Run | None] = {}
 
     def full_of(self, sharded: Any) -> torch.Tensor:
         """Return the whole weight of a sharded parameter, whose unit is gathered for this operation."""
         unit: Unit = unit_of(sharded)
-        if unit not in self._runs:
+        if self._reads and unit not in self._runs:
             _refuse_transforms(unit)
             root = root_of(unit) or join_model(unit, unit.watch.modules()[0])
             with alone(root.device):

@@ -38,6 +38,12 @@ _SAME_ELEMENTS = {
 }  # fmt: skip
 #: Functions with which programs keep values, as for a checkpoint. While no call runs, nothing is noted of their results.
 _KEEPS = {"detach", "clone", "cpu", "data"}
+#: Functions of graphs and hooks, which take the parameter itself.
+_OF_GRAPH = {
+    "backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
+}  # fmt: skip
+#: Functions that only ask their other arguments for a shape, dtype or device.
+_LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 #: torch's words where it refuses a sharded tensor beside a plain one, on versions that do not call our classes.
 _MIXED = "mixed torch.Tensor and DTensor"
 
@@ -49,6 +55,7 @@ class How(NamedTuple):
     args: Any
     kwargs: Any
     with_graph: bool
+    versions: list[int]  #: of the sharded tensors among the arguments, whose later edits it does not see
 
 
 #: Set on a tensor that was computed from sharded parameters: a :class:`How`.
@@ -105,7 +112,8 @@ def _see(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Compute a function of torch of which an argument is a sharded parameter, or was computed from one."""
     kwargs = kwargs or {}
     with quick_attributes():
-        if type(function) is _ATTRIBUTE and function not in _OPERATIONS:
+        name = getattr(function, "__name__", "")
+        if name in _OF_GRAPH or (type(function) is _ATTRIBUTE and function not in _OPERATIONS):
             return function(*args, **kwargs)
         needs_whole, result = _on_parts(function, args, kwargs)
     if not needs_whole:
@@ -132,17 +140,30 @@ def _on_parts(function: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         if not writes and (running or (refused and (same_elements or _meets_others(leaves, ours)))):
             return True, None
         raise
-    if running or getattr(function, "__name__", "") not in _KEEPS and function != _DATA:
-        _note(function, args, kwargs, result, ours)
+    if writes:
+        for t in ours:
+            t.__dict__.pop(HOW, None)  # it no longer is what was computed
+    elif running or getattr(function, "__name__", "") not in _KEEPS and function != _DATA:
+        _note(function, args, kwargs, result, ours, leaves)
     return False, result
 
 
 _FUNCTION = staticmethod(_see)
 
 
+def asks_for_form(function: Any, args: Any) -> bool:
+    """Return whether a function asks a sharded parameter only for its shape, dtype or device."""
+    return getattr(function, "__name__", "") in _LIKE and bool(args) and not is_watched(args[0])
+
+
 def is_watched(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a sharded parameter of a unit, or was computed from some."""
     return isinstance(tensor, Managed) or HOW in tensor.__dict__
+
+
+def versions_of(tensors: Sequence[Any]) -> list[int]:
+    """Return the version counters of the local tensors, which edits of sharded tensors increase."""
+    return [t._local_tensor._version if not t._local_tensor.is_inference() else 0 for t in tensors]
 
 
 def _units(tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -180,18 +201,20 @@ def _writes(function: Any, args: Any, kwargs: Any) -> bool:
     return (writes or name in ("__set__", "__setitem__")) and bool(first) and is_watched(first[0])
 
 
-def _note(function: Any, args: Any, kwargs: Any, result: Any, ours: Sequence[torch.Tensor]) -> None:
+def _note(
+    function: Any, args: Any, kwargs: Any, result: Any, ours: Sequence[Any], given: Sequence[Any]
+) -> None:
     """Note how a sharded result was computed, so that it can be computed from whole weights.
 
     A number that was computed from larger parameters stays a number of the sharded ones, such as a penalty.
     """
     numbers = all(not t.dim() for t in ours)
     for place, each in enumerate(result if isinstance(result, (list, tuple)) else (result,)):
-        if not isinstance(each, Sharded | DTensor) or isinstance(each, Managed) or HOW in each.__dict__:
+        if not isinstance(each, Sharded | DTensor) or any(each is t for t in given):
             continue
         if each.dim() or numbers:
             chosen = functools.partial(_chosen, function, place) if each is not result else function
-            each.__dict__[HOW] = How(chosen, args, kwargs, torch.is_grad_enabled())
+            each.__dict__[HOW] = How(chosen, args, kwargs, torch.is_grad_enabled(), versions_of(ours))
             set_class(each, _watched_class(type(each)))
 
 
@@ -227,6 +250,17 @@ def whole(args: Any, kwargs: Any, full_of: Callable[[Any], torch.Tensor]) -> tup
         return {key: exchange(each) for key, each in value.items()} if type(value) is dict else value
 
     def again(how: How) -> Any:
+        with quick_attributes():
+            ours = [
+                t
+                for t in tree_leaves((how.args, how.kwargs))
+                if isinstance(t, torch.Tensor) and is_watched(t)
+            ]
+            if versions_of(ours) != how.versions:
+                raise NotGathered(
+                    "A tensor that was computed from a sharded parameter was used with this rank's own data after the "
+                    "parameter had been edited. Compute it again after the edit."
+                )
         function = torch.Tensor.detach if how.function == _DATA else how.function
         with torch.set_grad_enabled(how.with_graph and torch.is_grad_enabled()):
             return function(*exchange(how.args), **exchange(how.kwargs))
