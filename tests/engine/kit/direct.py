@@ -41,7 +41,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.self_attn = Norm(), Attention()
-        self.mlp = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 11), nn.SiLU(), nn.Linear(11, DIM))
+        self.mlp = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 14), nn.SiLU(), nn.Linear(14, DIM))
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         h, a = self.norm(x), self.self_attn

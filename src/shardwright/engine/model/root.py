@@ -168,6 +168,10 @@ class Root:
 
     def forward_reaches(self, unit: Unit) -> None:
         """Gather a unit that is about to compute, unless its gather runs, and gather the next unit beside it."""
+        self.runs.call(unit.number)
+        self._gather_with_next(unit)
+
+    def _gather_with_next(self, unit: Unit) -> None:
         call = self.clock.call
         if not valid_for(unit, call):
             issue(unit, call)
@@ -192,7 +196,7 @@ class Root:
         for other in over:
             self.end_run(other)
         if begins and self.caller is not None:
-            self.forward_reaches(unit)
+            self._gather_with_next(unit)
         else:
             unit.weights.notice_edits()
             if not (unit.weights.gathered and unit.weights.is_current):

@@ -13,7 +13,7 @@ from shardwright.engine.unit.unit import Unit
 #: Without a guess a run ends when so many others have begun since its last use.
 _LATER = 2
 #: A run goes on over uses of at most so many other units, as where several towers take turns.
-_BETWEEN = 4
+_BETWEEN = 2
 
 
 class Run:
@@ -47,7 +47,7 @@ class Runs:
         self.running: dict[int, Run] = {}
         self._begun = 0
         self._caller = -1
-        self._seen: list[int] = []  #: units in the order of their uses in this root call
+        self._seen: list[int] = []  #: units in the order of their uses and calls in this root call, from the first use
         self._last: dict[int, tuple[list[int], list[bool]]] = {}  #: by caller: uses, and which end a run
         self._expected: list[int] = []
         self._ends: list[bool] = []
@@ -69,6 +69,11 @@ class Runs:
         run.last, run.place = self._begun, len(self._seen)
         self._seen.append(unit.number)
         return run, over
+
+    def call(self, number: int) -> None:
+        """Note a call of a unit, which reads its weights, too."""
+        if self._seen:
+            self._seen.append(number)
 
     def ends_with_last(self, run: Run) -> bool:
         """Whether a run ends with its last use, as far as the last root call tells."""

@@ -137,9 +137,12 @@ def _on_parts(function: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         raise
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         refused = isinstance(error, (NotGathered, NotImplementedError)) or _MIXED in str(error)
+        refused |= torch.is_inference_mode_enabled()  # where torch makes no views of sharded tensors
         if not writes and (running or (refused and (same_elements or _meets_others(leaves, ours)))):
             return True, None
         raise
+    if running and args and result is args[0] and not writes and _computes_in_other_dtype(result):
+        return True, None  # such as ``weight.float()``: nothing to do for the parts, and a cast of the whole
     if writes:
         for t in ours:
             t.__dict__.pop(HOW, None)  # it no longer is what was computed
@@ -199,6 +202,12 @@ def _writes(function: Any, args: Any, kwargs: Any) -> bool:
     )
     first = tree_leaves(args[0])[:1] if args else []
     return (writes or name in ("__set__", "__setitem__")) and bool(first) and is_watched(first[0])
+
+
+def _computes_in_other_dtype(tensor: Any) -> bool:
+    """Return whether modules compute with a sharded parameter in another dtype than it is stored in."""
+    unit = unit_of(tensor) if isinstance(tensor, Managed) else None
+    return unit is not None and unit.managed(tensor).full.dtype != tensor.dtype
 
 
 def _note(
