@@ -49,9 +49,15 @@ def runs(unit: Unit) -> bool:
     return root is not None and (root.caller is not None or bool(root.visits.frames) or in_backward())
 
 
+def shows(unit: Unit) -> bool:
+    """Return whether a call of a unit's model runs, or is computed again in a backward."""
+    root = root_of(unit)
+    return root is not None and (root.caller is not None or (in_backward() and torch.is_grad_enabled()))
+
+
 def see_uses() -> None:
     """Let operations on sharded parameters get whole weights where they need them."""
-    watch.compute, watch.runs = compute, runs
+    watch.compute, watch.runs, watch.shows = compute, runs, shows
     watch.begin()
 
 

@@ -47,7 +47,9 @@ class Runs:
         self.running: dict[int, Run] = {}
         self._begun = 0
         self._caller = -1
-        self._seen: list[int] = []  #: units in the order of their uses and calls in this root call, from the first use
+        self._seen: list[
+            int
+        ] = []  #: units in the order of their uses and calls in this root call, from the first use
         self._last: dict[int, tuple[list[int], list[bool]]] = {}  #: by caller: uses, and which end a run
         self._expected: list[int] = []
         self._ends: list[bool] = []

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.compat.modes import disabled_torch_function, quick_attributes
+from shardwright.engine.compat.callers import read_by_program
+from shardwright.engine.compat.modes import disabled_torch_function, infers_shapes, quick_attributes
 from shardwright.engine.compat.tensors import set_class, tree_leaves
 from shardwright.engine.tensors.parameter import Managed, RaggedParameter, ShardedParameter, unit_of
 from shardwright.engine.tensors.same_object import acting_classes
@@ -31,6 +32,7 @@ _ATTRIBUTE: Any = type(torch.Tensor.grad.__get__)  # type: ignore[attr-defined]
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 #: Attributes that are operations.
 _OPERATIONS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data")}
+_FORM = {getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "is_cuda", "is_cpu")}
 #: Functions whose result has the elements of their first argument, in another shape or dtype.
 _SAME_ELEMENTS = {
     "T", "mT", "H", "mH", "data", "t", "transpose", "permute", "movedim", "view", "reshape", "flatten", "unflatten",
@@ -67,13 +69,15 @@ class _Watch:
 
     Attributes:
         compute: called with a function, its arguments and its keyword arguments; gathers weights and returns the result.
-        runs: returns whether a call of the model of a parameter runs.
+        runs: returns whether a call of the model of a unit runs, or a backward.
+        shows: returns whether programs see the full forms of a unit's parameters now, in a call or in its recomputation.
         used: whether any operation has needed whole weights in this process.
     """
 
     def __init__(self) -> None:
         self.compute: Compute | None = None
         self.runs: Callable[[Any], bool] = lambda unit: False
+        self.shows: Callable[[Any], bool] = lambda unit: False
         self.used = False
         self._on = False
 
@@ -113,13 +117,25 @@ def _see(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     with quick_attributes():
         name = getattr(function, "__name__", "")
-        if name in _OF_GRAPH or (type(function) is _ATTRIBUTE and function not in _OPERATIONS):
+        if name in _OF_GRAPH or infers_shapes(types):
             return function(*args, **kwargs)
+        if type(function) is _ATTRIBUTE and function not in _OPERATIONS:
+            return function(_as_shown(args[0]) if function in _FORM else args[0], *args[1:])
         needs_whole, result = _on_parts(function, args, kwargs)
     if not needs_whole:
         return result
     assert watch.compute is not None
     return watch.compute(function, args, kwargs)
+
+
+def _as_shown(tensor: Any) -> Any:
+    """Return the tensor whose dtype and device a program sees: of a parameter in a running call that of its full form."""
+    unit = unit_of(tensor) if isinstance(tensor, Managed) else None
+    if unit is None or not watch.shows(unit):
+        return tensor
+    if not read_by_program(2):
+        return tensor
+    return unit.managed(tensor).full
 
 
 def _on_parts(function: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
