@@ -20,7 +20,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright.engine.compat.callers import read_by_program
-from shardwright.engine.compat.modes import disabled_torch_function, infers_shapes, quick_attributes
+from shardwright.engine.compat.modes import (
+    UnsupportedOperatorException,
+    disabled_torch_function,
+    infers_shapes,
+    quick_attributes,
+)
 from shardwright.engine.compat.tensors import set_class, tree_leaves
 from shardwright.engine.tensors.parameter import Managed, RaggedParameter, ShardedParameter, unit_of
 from shardwright.engine.tensors.same_object import acting_classes
@@ -29,7 +34,7 @@ from shardwright.engine.tensors.sharded import NotGathered, Sharded
 Compute = Callable[[Any, Any, Any], Any]
 
 _ATTRIBUTE: Any = type(torch.Tensor.grad.__get__)  # type: ignore[attr-defined]
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA = torch.Tensor.data.__get__  # type: ignore[union-attr]
 #: Attributes that are operations.
 _OPERATIONS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data")}
 _FORM = {getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "is_cuda", "is_cpu")}
@@ -71,6 +76,7 @@ class _Watch:
         compute: called with a function, its arguments and its keyword arguments; gathers weights and returns the result.
         runs: returns whether a call of the model of a unit runs, or a backward.
         shows: returns whether programs see the full forms of a unit's parameters now, in a call or in its recomputation.
+        any_call_runs: returns whether a call of any model runs.
         used: whether any operation has needed whole weights in this process.
     """
 
@@ -78,6 +84,7 @@ class _Watch:
         self.compute: Compute | None = None
         self.runs: Callable[[Any], bool] = lambda unit: False
         self.shows: Callable[[Any], bool] = lambda unit: False
+        self.any_call_runs: Callable[[], bool] = lambda: False
         self.used = False
         self._on = False
 
@@ -117,7 +124,10 @@ def _see(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     with quick_attributes():
         name = getattr(function, "__name__", "")
-        if name in _OF_GRAPH or infers_shapes(types):
+        if name in _OF_GRAPH:
+            return function(*args, **kwargs)
+        if infers_shapes(types):
+            _leave_graph(function, args, kwargs)
             return function(*args, **kwargs)
         if type(function) is _ATTRIBUTE and function not in _OPERATIONS:
             return function(_as_shown(args[0]) if function in _FORM else args[0], *args[1:])
@@ -126,6 +136,14 @@ def _see(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return result
     assert watch.compute is not None
     return watch.compute(function, args, kwargs)
+
+
+def _leave_graph(function: Any, args: Any, kwargs: Any) -> None:
+    """Let torch.compile run an operation that may need whole weights outside of its graph."""
+    leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    sharded = [t for t in leaves if isinstance(t, Sharded)]
+    if sharded and (watch.any_call_runs() or _meets_others(leaves, sharded)):
+        raise UnsupportedOperatorException(function)
 
 
 def _as_shown(tensor: Any) -> Any:
@@ -162,7 +180,7 @@ def _on_parts(function: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     if writes:
         for t in ours:
             t.__dict__.pop(HOW, None)  # it no longer is what was computed
-    elif running or getattr(function, "__name__", "") not in _KEEPS and function != _DATA:
+    elif running or (getattr(function, "__name__", "") not in _KEEPS and function != _DATA):
         _note(function, args, kwargs, result, ours, leaves)
     return False, result
 
