@@ -279,7 +279,7 @@ def test_a_failed_use_leaves_the_next_step_right(rank: int, world_size: int) -> 
     plain = Towers()
     model = shard(copy.deepcopy(plain), {}, {})
     for step in range(3):
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied|size mismatch"):
+        with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|size mismatch"):
             handle = model.register_forward_hook(
                 lambda m, a, o: F.linear(o[..., :2], m.one[2].self_attn.q_proj.weight)
             )
@@ -310,6 +310,17 @@ def test_an_edit_between_a_part_and_its_use_is_refused(rank: int, world_size: in
         weight.mul_(3)
     with pytest.raises(RuntimeError, match="after the parameter had been edited"):
         torch.ones(2, DIM) @ scaled
+
+
+@multirank(2)
+def test_kernels_get_no_part_of_a_weight(rank: int, world_size: int) -> None:
+    model = shard(Towers(), {}, {})
+    weight = model.one[1].self_attn.q_proj.weight
+    handle = model.register_forward_pre_hook(lambda module, args: weight.data_ptr())
+    with pytest.raises(RuntimeError, match=r"kernel asked for the memory of a parameter of unit 'one\.1'"):
+        loss_of("towers", model, rank, 0)
+    handle.remove()
+    loss_of("towers", model, rank, 0).backward()
 
 
 @multirank(2)

@@ -34,7 +34,7 @@ from shardwright.engine.tensors.sharded import NotGathered, Sharded
 Compute = Callable[[Any, Any, Any], Any]
 
 _ATTRIBUTE: Any = type(torch.Tensor.grad.__get__)  # type: ignore[attr-defined]
-_DATA = torch.Tensor.data.__get__  # type: ignore[union-attr]
+_DATA = getattr(torch.Tensor, "data").__get__  # noqa: B009
 #: Attributes that are operations.
 _OPERATIONS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data")}
 _FORM = {getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "is_cuda", "is_cpu")}
@@ -43,7 +43,7 @@ _SAME_ELEMENTS = {
     "T", "mT", "H", "mH", "data", "t", "transpose", "permute", "movedim", "view", "reshape", "flatten", "unflatten",
     "squeeze", "unsqueeze", "contiguous", "detach", "to", "type", "float", "double", "half", "bfloat16", "view_as",
 }  # fmt: skip
-#: Functions with which programs keep values, as for a checkpoint. While no call runs, nothing is noted of their results.
+#: Functions with which programs keep values, as for a checkpoint. While no call runs, their results are not noted.
 _KEEPS = {"detach", "clone", "cpu", "data"}
 #: Functions of graphs and hooks, which take the parameter itself.
 _OF_GRAPH = {
@@ -73,9 +73,9 @@ class _Watch:
     """Whether operations on sharded parameters are seen, and what computes those that need whole weights.
 
     Attributes:
-        compute: called with a function, its arguments and its keyword arguments; gathers weights and returns the result.
+        compute: gathers weights for a function and returns its result. Called with the function and its arguments.
         runs: returns whether a call of the model of a unit runs, or a backward.
-        shows: returns whether programs see the full forms of a unit's parameters now, in a call or in its recomputation.
+        shows: returns whether programs see the full forms of a unit's parameters, in a call or when it is recomputed.
         any_call_runs: returns whether a call of any model runs.
         used: whether any operation has needed whole weights in this process.
     """
@@ -147,7 +147,7 @@ def _leave_graph(function: Any, args: Any, kwargs: Any) -> None:
 
 
 def _as_shown(tensor: Any) -> Any:
-    """Return the tensor whose dtype and device a program sees: of a parameter in a running call that of its full form."""
+    """Return the tensor whose dtype and device a program sees: in a running call the full form of a parameter."""
     unit = unit_of(tensor) if isinstance(tensor, Managed) else None
     if unit is None or not watch.shows(unit):
         return tensor
@@ -157,7 +157,7 @@ def _as_shown(tensor: Any) -> Any:
 
 
 def _on_parts(function: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """Compute a function on the sharded tensors, unless it needs whole ones. Returns whether it does, and the result."""
+    """Compute a function on sharded tensors, unless it needs whole ones. Returns whether it does, and the result."""
     leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     ours = [t for t in leaves if is_watched(t)]
     running = any(watch.runs(unit) for unit in _units(ours))
