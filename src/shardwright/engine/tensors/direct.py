@@ -33,7 +33,7 @@ from shardwright.engine.tensors.sharded import NotGathered, Sharded
 
 Compute = Callable[[Any, Any, Any], Any]
 
-_ATTRIBUTE: Any = type(torch.Tensor.grad.__get__)  # type: ignore[attr-defined]
+_ATTRIBUTE: Any = type(getattr(torch.Tensor, "grad").__get__)  # noqa: B009
 _DATA = getattr(torch.Tensor, "data").__get__  # noqa: B009
 #: Attributes that are operations.
 _OPERATIONS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data")}
