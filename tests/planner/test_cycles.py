@@ -14,7 +14,9 @@ class _Cycle:
         self.own = self
 
 
-@multirank(1)  # in another process, because what is frozen stays frozen in that of the tests (tests/conftest.py)
+@multirank(
+    1
+)  # in another process, because what is frozen stays frozen in that of the tests (tests/conftest.py)
 def test_cycles_of_one_context_are_gone_after_it_and_the_first_ones_objects_are_not_searched_again(
     rank: int, world_size: int
 ) -> None:

@@ -14,10 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from base64 import b64decode
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -95,9 +98,31 @@ def config_file(folder: Path, text: str = TINY) -> Path:
     return path
 
 
+#: A picture of one pixel.
+BLANK = b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
+
+
+@contextmanager
+def blank_pictures() -> Iterator[None]:
+    """Inside the context matplotlib writes one pixel in place of a picture, whose drawing takes as long as a tiny job.
+
+    Pictures are drawn in `tests/train/report`, and by jobs in processes of their own.
+    """
+
+    def write(figure: object, file: Path, **options: object) -> None:
+        file.write_bytes(BLANK)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", write)
+        yield
+
+
 def train_here(config: Path, *arguments: str | Path) -> int:
     """`shardwright train` with one rank in this process; returns the exit status."""
-    status = cli.main(["train", str(config), *map(str, arguments)])
+    with blank_pictures():
+        status = cli.main(["train", str(config), *map(str, arguments)])
     assert not dist.is_initialized()
     return status
 
@@ -152,7 +177,8 @@ def _rank(
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-    sys.exit(cli.main(list(map(str, arguments))))
+    with blank_pictures():
+        sys.exit(cli.main(list(map(str, arguments))))
 
 
 def start(
