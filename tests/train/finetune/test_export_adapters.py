@@ -98,6 +98,14 @@ def train(kind: str, method: str, folder: Path) -> None:
     assert train_here(job, *own[kind], *LORA, *options) == 0
 
 
+@pytest.mark.extensive(
+    "a run of each kind with each method",
+    but=(
+        "hf-lora",
+        "python-dora",
+        "llama-lora",
+    ),
+)
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("kind", ["llama", "python", "hf"])
 def test_the_files_have_the_values_of_the_run(
@@ -128,6 +136,13 @@ def test_the_files_have_the_values_of_the_run(
     }
 
 
+@pytest.mark.extensive(
+    "a run of each kind with each method",
+    but=(
+        "hf-lora",
+        "python-dora",
+    ),
+)
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("kind", ["python", "hf"])
 def test_peft_computes_the_same_logits(folder: Path, kind: str, method: str) -> None:
@@ -192,6 +207,7 @@ def test_what_has_no_files_of_adapters_is_refused(
         assert not Path("out").exists()
 
 
+@pytest.mark.extensive("a run for each dtype", but=("None",))
 @pytest.mark.parametrize("dtype", ["float32", "float16", None])
 def test_adapters_on_a_narrow_base_are_merged_in_the_dtype_of_the_export(
     folder: Path, dtype: str | None, capsys: pytest.CaptureFixture[str]

@@ -278,7 +278,7 @@ def test_metrics_are_those_of_one_plain_rank(folder: Path, count: int, engine: s
             assert mine["validation_metrics"]["cross_entropy_again"] == pytest.approx(mine["validation_loss"])
 
 
-@pytest.mark.extensive("a run on each number of ranks", but=("2-true",))
+@pytest.mark.extensive("a run on each number of ranks", but=("1-true",))
 @pytest.mark.parametrize("background", ["false", "true"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_rewind_takes_hooks_along(folder: Path, count: int, background: str) -> None:

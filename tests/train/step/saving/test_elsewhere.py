@@ -56,7 +56,7 @@ def _own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     sys.path[:] = path
 
 
-@pytest.mark.extensive("each place", but=("user's-True",))
+@pytest.mark.extensive("each place", but=("user's-False",))
 @pytest.mark.usefixtures("_own_store")
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("kind", ["url", "folder", "file", "user's"])
