@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.edits import average, check_same
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank
 
 WAYS = ["unshard", "unshard each chunk", "forward", "method"]

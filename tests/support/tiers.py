@@ -28,7 +28,7 @@ TESTS = Path(__file__).parents[1]
 FILES: dict[str, tuple[str, tuple[str, ...]]] = {
     "engine/test_sim.py": (
         "on the simulated device every pair, event and wait takes minutes",
-        ("test_training_on_one_*", "test_training_on_two_ranks_*", "test_hooks_*", "test_deferred_*",
+        ("test_training_on_two_ranks_*", "test_hooks_*", "test_deferred_*",
          "test_on_one_rank_*", "plain-2ranks", "none-2ranks", "none-False-2ranks",
          "weights are read too soon-2ranks", "gradients are read too soon-2ranks"),
     ),

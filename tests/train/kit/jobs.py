@@ -25,8 +25,10 @@ import torch
 import torch.distributed as dist
 
 from shardwright import cli
+from shardwright.checkpoint import list_checkpoints
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.trainer import Trainer
@@ -221,6 +223,31 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def run_record(folder: Path) -> dict[str, Any]:
+    """The content of run.json."""
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def run_config(folder: Path) -> Config:
+    """The configuration that a run keeps."""
+    return RunFolder(folder).config()
+
+
+def profile_of(folder: Path, first: int, last: int, rank: int) -> Path:
+    """The trace of a rank in these steps."""
+    return folder / "profile" / f"steps_{first}_to_{last}_rank_{rank}.json.gz"
+
+
+def steps_in(checkpoints: Path | str) -> list[int]:
+    """The steps that have a checkpoint in a folder or at a URL, newest first."""
+    return sorted((int(name.removeprefix("step-")) for name in list_checkpoints(checkpoints)), reverse=True)
+
+
+def train_step(trainer: Trainer) -> Any:
+    """A step that no signal disturbs."""
+    return trainer.train_step(StopRequest())
+
+
 def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records(folder)]
 
@@ -248,10 +275,10 @@ def rank_process(launcher: subprocess.Popen[str], rank: int) -> int:
     raise AssertionError(f"found no rank {rank}")
 
 
-def read_exit(folder: RunFolder) -> dict[str, Any] | None:
+def read_exit(folder: Path) -> dict[str, Any] | None:
     """The content of exit.json; None if there is no readable one."""
     try:
-        content = json.loads(folder.exit_file.read_text(encoding="utf-8"))
+        content = json.loads((folder / "exit.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.cli.program import main
+from shardwright.cli import main
 from shardwright.train.config import Config
 from shardwright.train.config.plans.job_of_model import assumed_job
 from shardwright.train.models.hf.layers import described, shape_with_layers

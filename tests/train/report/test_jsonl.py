@@ -11,8 +11,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from shardwright.train.config.catalog.records import RunEnd, StepRecord, scalars
+from shardwright.train.config.catalog.records import scalars
 from shardwright.train.errors import UserError
+from shardwright.train.extend import RunEnd, StepRecord
 from shardwright.train.report import plots
 from shardwright.train.report.jsonl import JsonLines, drop_after, read_records
 from tests.support.strict_json import WRONG, strict

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.engine.extend import ExtensionError
+from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.extend import NamedLoss, NamedSink, losses
 from shardwright.train.step.evaluation import validate
