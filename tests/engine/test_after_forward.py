@@ -12,7 +12,6 @@ from torch import nn
 
 import shardwright as sw
 from tests.engine.kit.edits import average, check_same
-from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank
 
 WAYS = ["unshard", "unshard each chunk", "forward", "method"]
