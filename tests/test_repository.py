@@ -121,6 +121,22 @@ def test_files_name_no_machine_and_no_package_index() -> None:
     assert not found, "\n".join(found)
 
 
+def test_tests_that_the_makefile_tools_and_pages_name_are_there() -> None:
+    files = [
+        ROOT / "Makefile",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "tools").glob("*"),
+        *(ROOT / "docs").glob("*.md"),
+    ]
+    named = {
+        name.rstrip(".")
+        for file in files
+        if file.is_file()
+        for name in re.findall(r"(?<![\w/])tests/[\w./]+", file.read_text(errors="replace"))
+    }
+    assert len(named) > 30 and sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
 def test_every_module_is_tracked() -> None:
     """A pattern in ``.gitignore`` once kept an ``__init__.py`` of the package out of every clone."""
     files = set(_project_files())
