@@ -298,11 +298,7 @@ PLACES = [
 
 @multirank(2)
 @pytest.mark.extensive(
-    "all layouts and strategies",
-    but=(
-        "per_parameter-zero3-built-*",
-        "ragged-zero2-deferred-*",
-    ),
+    "all layouts and strategies", but=("per_parameter-zero3-built-*", "ragged-zero2-deferred-*")
 )
 @pytest.mark.parametrize(("layout", "strategy", "deferred"), PLACES)
 def test_captured_parameters_are_the_sharded_ones(

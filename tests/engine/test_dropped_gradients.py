@@ -136,13 +136,7 @@ def check_hold(rank: int, world_size: int, hold: str, wrapped: bool) -> None:
             )
 
 
-@pytest.mark.extensive(
-    "every way to hold with both kinds",
-    but=(
-        "False-zero3-*",
-        "True-element-*",
-    ),
-)
+@pytest.mark.extensive("every way to hold with both kinds", but=("False-zero3-*", "True-element-*"))
 @multirank(2)
 @pytest.mark.parametrize("hold", [name for name, (shape, *_) in HOLDS.items() if len(shape) == 1])
 @pytest.mark.parametrize("wrapped", [False, True])

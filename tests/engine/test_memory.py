@@ -493,12 +493,7 @@ STEPPERS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 @pytest.mark.extensive(
-    "each stepper of each strategy",
-    but=(
-        "zero3-*-2ranks",
-        "ddp-torch-2ranks",
-        "zero1-in backward-2ranks",
-    ),
+    "each stepper of each strategy", but=("zero3-*-2ranks", "ddp-torch-2ranks", "zero1-in backward-2ranks")
 )
 @multirank(1, 2)
 @pytest.mark.parametrize("stepper", STEPPERS)

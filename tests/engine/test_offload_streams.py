@@ -61,12 +61,7 @@ CASES = cases()
 
 
 @pytest.mark.extensive(
-    "each event with each optimizer",
-    but=(
-        "*-offload-in_backward-*",
-        "*-unshard-*",
-        "*-not_last-*",
-    ),
+    "each event with each optimizer", but=("*-offload-in_backward-*", "*-unshard-*", "*-not_last-*")
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_offloaded_training_is_in_order(case: Case) -> None:

@@ -117,11 +117,7 @@ def test_between_backward_and_step(rank: int, world_size: int, layout: str, opti
 
 
 @pytest.mark.extensive(
-    "each optimizer with each layout",
-    but=(
-        "wrapped adamw-element-2ranks",
-        "in backward adamw-rows-2ranks",
-    ),
+    "each optimizer with each layout", but=("wrapped adamw-element-2ranks", "in backward adamw-rows-2ranks")
 )
 @multirank(2)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -242,13 +242,7 @@ DOUBLINGS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-@pytest.mark.extensive(
-    "each way to keep a copy",
-    but=(
-        "zero2-2ranks",
-        "not resharded ragged-2ranks",
-    ),
-)
+@pytest.mark.extensive("each way to keep a copy", but=("zero2-2ranks", "not resharded ragged-2ranks"))
 @multirank(2)
 @pytest.mark.parametrize("kept", KEPT)
 def test_edits_are_seen_while_a_copy_is_kept(rank: int, world_size: int, kept: str) -> None:

@@ -65,13 +65,7 @@ class Odd(nn.Module):
         return total
 
 
-@pytest.mark.extensive(
-    "each layout on each mesh",
-    but=(
-        "(2, 2)-per_parameter-*",
-        "(1, 4)-element-*",
-    ),
-)
+@pytest.mark.extensive("each layout on each mesh", but=("(2, 2)-per_parameter-*", "(1, 4)-element-*"))
 @multirank(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=str)

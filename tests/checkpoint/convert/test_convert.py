@@ -66,12 +66,7 @@ def name_of(form: str) -> str:
 
 @pytest.mark.extensive(
     "each form into each",
-    but=(
-        "shardwright-dcp",
-        "dcp-torch",
-        "torch-safetensors",
-        "safetensors-shardwright",
-    ),
+    but=("shardwright-dcp", "dcp-torch", "torch-safetensors", "safetensors-shardwright"),
 )
 @pytest.mark.parametrize("first", FORMS)
 @pytest.mark.parametrize("second", FORMS)

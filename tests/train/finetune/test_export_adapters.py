@@ -96,14 +96,7 @@ def train(kind: str, method: str, folder: Path) -> None:
     assert train_here(job, *own[kind], *LORA, *options) == 0
 
 
-@pytest.mark.extensive(
-    "a run of each kind with each method",
-    but=(
-        "hf-lora",
-        "python-dora",
-        "llama-lora",
-    ),
-)
+@pytest.mark.extensive("a run of each kind with each method", but=("hf-lora", "python-dora", "llama-lora"))
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("kind", ["llama", "python", "hf"])
 def test_the_files_have_the_values_of_the_run(
@@ -134,13 +127,7 @@ def test_the_files_have_the_values_of_the_run(
     }
 
 
-@pytest.mark.extensive(
-    "a run of each kind with each method",
-    but=(
-        "hf-lora",
-        "python-dora",
-    ),
-)
+@pytest.mark.extensive("a run of each kind with each method", but=("hf-lora", "python-dora"))
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("kind", ["python", "hf"])
 def test_peft_computes_the_same_logits(folder: Path, kind: str, method: str) -> None:

@@ -50,13 +50,7 @@ MORE_STEPS = {
 }  # fmt: skip
 
 
-@pytest.mark.extensive(
-    "a real step of each",
-    but=(
-        "gpt2",
-        "gemma2",
-    ),
-)
+@pytest.mark.extensive("a real step of each", but=("gpt2", "gemma2"))
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_plan_has_the_peak_of_the_step(kind: str, tmp_path: Path) -> None:
     compare(config_of(folder_of(kind, tmp_path), f"{ON_CPU} {STEPS[kind]}"), kind, 0.005)
