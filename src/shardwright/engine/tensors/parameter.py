@@ -90,8 +90,8 @@ class Managed(Sharded):
         if unit is not None and unit.root is not None and unit.root.caller is not None:
             raise RuntimeError(
                 f"A kernel asked for the memory of a parameter of unit {unit.name!r}, of shape {tuple(self.shape)}, "
-                "while a call of the model runs outside of that unit. This rank has only a part of the parameter. Call the "
-                "kernel inside the forward of the unit's module."
+                "while a call of the model runs outside of that unit. This rank has only a part of the parameter. "
+                "Call the kernel inside the forward of the unit's module."
             )
         return super().data_ptr()
 

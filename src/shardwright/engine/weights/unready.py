@@ -28,8 +28,8 @@ _NAMED = 6  #: as many units a message names
 #: Why a backward reads weights that are not gathered, and what to do.
 NOT_THROUGH_OUTPUTS = (
     "Backward reached the unit in a way that the engine did not see, such as through a view of a weight that the "
-    "program kept after the unit's forward. Return every tensor from which backward starts as an output of the unit (outputs "
-    "may be in tuples, lists, dicts or dataclasses). Or keep the unit's weights for all of backward: "
+    "program kept after the unit's forward. Return every tensor from which backward starts as an output of the "
+    "unit (outputs may be in tuples, lists, dicts or dataclasses). Or keep the unit's weights for all of backward: "
     "set_reshard_after_forward(False) and set_reshard_after_backward(False)."
 )
 _IN_FORWARD = (
