@@ -70,31 +70,22 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from shardwright.checkpoint.convert.conversion import convert_checkpoint
     from shardwright.checkpoint.dcp.opcodes import not_plain
-    from shardwright.checkpoint.format.digests import sealed, unsealed
+    from shardwright.checkpoint.format.boxes import Box
     from shardwright.checkpoint.format.names import INDEX, METADATA
     from shardwright.checkpoint.format.nested import NestedState, StateTensor
-    from shardwright.checkpoint.pretrained.conversions import transformers_key_map
+    from shardwright.checkpoint.pretrained.conversions import stored_key_map, transformers_key_map
     from shardwright.checkpoint.pretrained.files import (
         SAFETENSORS_INDEX,
         FileTensor,
-        SafetensorsFile,
         abbreviated,
         open_stored,
         write_json,
     )
     from shardwright.checkpoint.pretrained.key_maps import TensorSource, source_of
-    from shardwright.checkpoint.pretrained.model import (
-        Box,
-        ModelTensor,
-        boxes_of,
-        mesh_of,
-        same_bits,
-        tensors_of,
-    )
+    from shardwright.checkpoint.pretrained.model import ModelTensor, ranks_of, tensors_of
     from shardwright.checkpoint.pretrained.renaming import Rule
     from shardwright.checkpoint.pretrained.save_pretrained import write_model, write_stored_model
-    from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model
-    from shardwright.checkpoint.storage.local_files import open_regular, read_regular, size_of
+    from shardwright.checkpoint.pretrained.stored_model import bytes_of, stored_model_of
     from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
 
 if not TYPE_CHECKING:

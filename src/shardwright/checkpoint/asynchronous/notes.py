@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import cast
 
 from shardwright.checkpoint.asynchronous.messages import Note
-from shardwright.checkpoint.format.digests import sealed, unsealed
 from shardwright.checkpoint.format.index import decoded_chunk, encoded_chunk
 from shardwright.checkpoint.save.writing import WrittenFile
 from shardwright.checkpoint.storage.save_names import note_of_rank
 from shardwright.checkpoint.storage.stores import UnfinishedSave
 from shardwright.common.errors import Damaged
+from shardwright.common.sealed_json import sealed, unsealed
 
 
 def leave(save: UnfinishedSave, rank: int, attempt: str, written: WrittenFile) -> None:

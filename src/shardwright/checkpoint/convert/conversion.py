@@ -282,8 +282,8 @@ def _to_safetensors(
         raise ValueError("there are no tensors to write")
     settings = None if config is None else {**config, "dtype": stored.main_dtype()}
 
-    def read(group: list[ModelTensor]) -> dict[str, Tensor]:
-        return {entry.name: tensors[entry.name].read(entry.tensor.dtype) for entry in group}
+    def read(forms: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensors[name].read(form.dtype) for name, form in forms.items()}
 
     nbytes = stored.total_bytes
     if destination.suffix == ".safetensors":

@@ -22,10 +22,10 @@ import torch
 
 from shardwright.checkpoint.format.boxes import check_coverage
 from shardwright.checkpoint.format.checks import DTYPES, count_of, typed
-from shardwright.checkpoint.format.digests import sealed_lines, unsealed_lines
 from shardwright.checkpoint.format.names import INDEX
 from shardwright.checkpoint.format.values import DEEPEST, decoded, encoded
 from shardwright.common.errors import Damaged
+from shardwright.common.sealed_json import sealed_lines, unsealed_lines
 
 FORMAT = "shardwright checkpoint"
 VERSION = 1

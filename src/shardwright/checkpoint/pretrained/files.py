@@ -67,6 +67,15 @@ class FileTensor:
     def on_meta(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
+    def equals(self, other: FileTensor) -> bool:
+        """Return whether both have the same bits. Their shapes and dtypes are equal."""
+        return same_bits(self.view(), other.view())
+
+
+def same_bits(one: Tensor, two: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype are equal, NaNs and the signs of zeros included."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
+
 
 def open_stored(path: str | os.PathLike[str]) -> dict[str, FileTensor]:
     """Every tensor of a file, or of a folder with an index or a single file of weights.

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.checkpoint.format.boxes import Box, overlap
 from shardwright.checkpoint.pretrained.conversions import names_not_stored, transformers_key_map
-from shardwright.checkpoint.pretrained.files import FileTensor, abbreviated, in_memory
+from shardwright.checkpoint.pretrained.files import FileTensor, abbreviated, in_memory, same_bits
 from shardwright.checkpoint.pretrained.folder import open_model
 from shardwright.checkpoint.pretrained.key_maps import KeyMap, TensorSource, keys_of, source_of, views_of
 from shardwright.checkpoint.pretrained.model import (
@@ -27,10 +27,8 @@ from shardwright.checkpoint.pretrained.model import (
     aliases_of,
     allocate,
     at_rest,
-    boxes_of,
     mark_loaded,
     mesh_of,
-    same_bits,
     tensors_of,
 )
 from shardwright.engine import (
@@ -303,7 +301,7 @@ def _fill(load: _Load, device: torch.device) -> int:
     entry = load.entry
     if entry.unit is None and not entry.has_values:
         entry = allocate(entry, device)
-    count = _read(load, boxes_of(entry))
+    count = _read(load, entry.boxes())
     mark_loaded(entry)
     return count
 
@@ -326,10 +324,7 @@ def _compare(one: _Load, other: _Load) -> tuple[int, bool]:
     """The number of bytes read, and whether both sources have equal values for this rank's part."""
     entry = one.entry
     parts = [
-        [
-            Box(offsets, torch.empty(local.shape, dtype=entry.tensor.dtype))
-            for offsets, local in boxes_of(entry)
-        ]
+        [Box(offsets, torch.empty(local.shape, dtype=local.dtype)) for offsets, local in entry.boxes()]
         for _ in range(2)
     ]
     count = _read(one, parts[0]) + _read(other, parts[1])

@@ -30,6 +30,8 @@ from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of
 from shardwright.checkpoint.storage.publishing import publish
 from shardwright.engine import OtherRankFailed, RankGroup, heartbeat, units_of, whole_of
 
+ReadTensors = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+
 
 def save_pretrained(
     model: nn.Module,
@@ -95,15 +97,25 @@ def write_model(
     dtype: torch.dtype | None,
     config: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    copies: Mapping[str, str] | None = None,
     add_files: Callable[[Path], None] | None = None,
 ) -> None:
-    """:func:`save_pretrained`. ``add_files`` changes the files in the folder on the first rank, before its rename."""
+    """Write a model as :func:`save_pretrained` does, whose arguments these are, with two more.
+
+    Args:
+        copies: further keys, and for each the key whose tensor is stored under it once more.
+        add_files: changes the files in the folder on the first rank, before the folder gets its name.
+    """
     units = units_of(model)
     at_rest(units, "save_pretrained was called")
     limit = bytes_of(max_shard_size, "max_shard_size")
     ranks = RankGroup.of_mesh(mesh_of(units))
     plan, place, left = ranks.run_own(
-        lambda: (_plan(model, key_map, dtype, limit), ModelFolder.at(path), _extra_states(model)),
+        lambda: (
+            _plan(model, key_map, dtype, limit, copies or {}),
+            ModelFolder.at(path),
+            _extra_states(model),
+        ),
         others_raise=OtherRankFailed,
     )
     writes = ranks.is_first
@@ -138,7 +150,7 @@ def write_model(
 def write_stored_model(
     path: Path,
     stored: StoredModel,
-    read: Callable[[list[ModelTensor]], dict[str, Tensor]],
+    read: ReadTensors,
     *,
     max_shard_size: int | str = "5 GB",
     config: Mapping[str, Any] | None = None,
@@ -149,7 +161,7 @@ def write_stored_model(
     Args:
         path: the new folder.
         stored: the stored tensors; the model may be on the meta device.
-        read: the whole tensors of a group of them by name. Called once for each group.
+        read: returns whole tensors by name, from some of the model's tensors by name. Each comes in one call.
         max_shard_size, config: as for :func:`save_pretrained`.
         add_files: writes more files into the folder, before it gets its name.
 
@@ -160,18 +172,20 @@ def write_stored_model(
     with _FolderWriter(ModelFolder.at(path), plan, overwrite=False) as writer:
         writer.begin()
         for group in stored.groups:
-            writer.write(group, read(group))
+            writer.write(group, read(_by_name(group)))
         writer.finish(config, add_files)
 
 
-def write_stored_file(
-    file: Path, stored: StoredModel, read: Callable[[list[ModelTensor]], dict[str, Tensor]]
-) -> None:
+def write_stored_file(file: Path, stored: StoredModel, read: ReadTensors) -> None:
     """Write stored tensors into one new safetensors file, which is on disk then. Raises OSError."""
     with closing(SafetensorsFile(file, stored.keys)) as target:
         for group in stored.groups:
-            for key, tensor in stored.stored_tensors(group, read(group)):
+            for key, tensor in stored.stored_tensors(group, read(_by_name(group))):
                 target.write(key, tensor)
+
+
+def _by_name(group: list[ModelTensor]) -> dict[str, Tensor]:
+    return {entry.name: entry.tensor for entry in group}
 
 
 def _extra_states(model: nn.Module) -> list[str]:
@@ -203,8 +217,15 @@ class _FilePlan:
     files: dict[str, list[str]]
 
 
-def _plan(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None, limit: int) -> _FilePlan:
+def _plan(
+    model: nn.Module,
+    key_map: KeyMap | None,
+    dtype: torch.dtype | None,
+    limit: int,
+    copies: Mapping[str, str],
+) -> _FilePlan:
     stored = stored_model_of(model, key_map, dtype)
+    stored.add_copies(copies)
     return _FilePlan(stored, _files(stored, limit))
 
 
@@ -245,7 +266,7 @@ class _FolderWriter:
         for name, keys in self._plan.files.items():
             self._open[name] = SafetensorsFile(self._folder / name, {key: stored.keys[key] for key in keys})
 
-    def write(self, group: list[ModelTensor], whole: dict[str, Tensor]) -> None:
+    def write(self, group: list[ModelTensor], whole: Mapping[str, Tensor]) -> None:
         """Write all stored tensors that these tensors of the model form."""
         for key, tensor in self._plan.stored.stored_tensors(group, whole):
             self._open[self._file_of[key]].write(key, tensor)

@@ -6,7 +6,7 @@ The plan needs only shapes. ``save_pretrained`` writes stored tensors to files a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,12 +44,19 @@ class StoredModel:
         dtype: the dtype of floating-point stored tensors; None: as the model has them.
         groups: tensors of the model that form the same stored tensors; mostly one.
         keys: shape and dtype by stored key.
+        copies: further keys, and for each the key whose tensor is stored under it once more.
     """
 
     key_map: KeyMap | None
     dtype: torch.dtype | None
     groups: list[list[ModelTensor]] = field(default_factory=list)
     keys: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
+
+    def add_copies(self, copies: Mapping[str, str]) -> None:
+        """Store tensors under further keys, too, for readers that do not know which ones are tied."""
+        self.copies |= copies
+        self.keys |= {further: self.keys[key] for further, key in copies.items()}
 
     def pieces(self, entry: ModelTensor, tensor: Tensor) -> list[Piece]:
         """The pieces of stored tensors that come from this tensor of the model, as views of ``tensor``."""
@@ -82,7 +89,7 @@ class StoredModel:
         )
 
     def stored_tensors(
-        self, group: list[ModelTensor], whole: dict[str, Tensor]
+        self, group: list[ModelTensor], whole: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """The stored tensors of a group, one after another, from its whole tensors by name.
 
@@ -94,7 +101,9 @@ class StoredModel:
             for piece in self.pieces(entry, whole[entry.name]):
                 pieces.setdefault(piece.key, []).append(piece)
         for key, of_key in pieces.items():
-            yield key, _joined(of_key).to(self.keys[key][1])
+            stored = _joined(of_key).to(self.keys[key][1])
+            for name in (key, *(further for further, first in self.copies.items() if first == key)):
+                yield name, stored
 
 
 def _joined(pieces: list[Piece]) -> Tensor:
@@ -104,18 +113,31 @@ def _joined(pieces: list[Piece]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
-def stored_model_of(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredModel:
-    """A model as it is stored. Without a key map, a transformers model has its stored names.
+def stored_model_of(
+    model: nn.Module,
+    key_map: KeyMap | None,
+    dtype: torch.dtype | None,
+    *,
+    with_values: bool = True,
+    keeps: Callable[[str], bool] = lambda name: True,
+) -> StoredModel:
+    """Return a model as it is stored. Without a key map, a transformers model has its stored names.
+
+    Args:
+        model: its parameters and persistent buffers are stored.
+        key_map, dtype: as for ``save_pretrained``.
+        with_values: whether a tensor without values is an error.
+        keeps: says by name which tensors are stored.
 
     Raises:
         ValueError: as :func:`stored_model` and ``conversions.stored_key_map``.
     """
-    tensors = tensors_of(model)
+    tensors = [each for each in tensors_of(model) if keeps(each.name)]
     if key_map is None:
         key_map = stored_key_map(
             model, {each.name: each.tensor.shape for each in tensors if not each.optional}
         )
-    return stored_model(tensors, key_map, dtype)
+    return stored_model(tensors, key_map, dtype, with_values)
 
 
 def stored_model(

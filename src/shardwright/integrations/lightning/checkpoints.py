@@ -31,10 +31,10 @@ from shardwright.checkpoint import (
     nested,
     not_plain,
     open_checkpoint,
-    open_regular,
     save_state,
     write_file,
 )
+from shardwright.common.regular_files import open_regular
 from shardwright.engine import FSDPModule, RankGroup
 from shardwright.integrations.lightning.models import Forward
 from shardwright.integrations.lightning.named_values import VALUE, NamedValue, agreed_values
