@@ -37,16 +37,16 @@ if TYPE_CHECKING:
         load_pretrained as load_pretrained,
     )
     from shardwright.checkpoint.pretrained.save_pretrained import save_pretrained as save_pretrained
-    from shardwright.checkpoint.storage.housekeeping import (
+    from shardwright.checkpoint.storage.local_store import has_description as has_description
+    from shardwright.checkpoint.storage.locations import (
         check_writable as check_writable,
+        folder_or_url as folder_or_url,
         is_checkpoint as is_checkpoint,
         list_checkpoints as list_checkpoints,
         remove_checkpoint as remove_checkpoint,
         remove_unfinished as remove_unfinished,
         replaces_checkpoints as replaces_checkpoints,
     )
-    from shardwright.checkpoint.storage.local_store import has_description as has_description
-    from shardwright.checkpoint.storage.locations import folder_or_url as folder_or_url
     from shardwright.checkpoint.storage.publishing import write_file as write_file
     from shardwright.checkpoint.stream.receive import receive_weights as receive_weights
     from shardwright.checkpoint.stream.send import stream_weights as stream_weights
@@ -81,9 +81,8 @@ if TYPE_CHECKING:
         open_stored,
         write_json,
     )
-    from shardwright.checkpoint.pretrained.key_maps import TensorSource, source_of
+    from shardwright.checkpoint.pretrained.key_maps import Rule, TensorSource, source_of
     from shardwright.checkpoint.pretrained.model import ModelTensor, ranks_of, tensors_of
-    from shardwright.checkpoint.pretrained.renaming import Rule
     from shardwright.checkpoint.pretrained.save_pretrained import write_model, write_stored_model
     from shardwright.checkpoint.pretrained.stored_model import bytes_of, stored_model_of
     from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save

@@ -46,7 +46,7 @@ def sealed_lines(lines: str) -> str:
 
 
 def unsealed_lines(text: bytes, name: str) -> dict[str, Any]:
-    """Return the content of a text from :func:`sealed_lines`, with the digest. Raises Damaged as :func:`unsealed` does."""
+    """Return the content of a text from :func:`sealed_lines`, with the digest. Raises as :func:`unsealed`."""
     lines, seal, rest = text.rpartition(_LAST_LINE.encode())
     match = re.fullmatch(rb'([0-9a-f]{64})"}\n', rest)
     if not seal or match is None:

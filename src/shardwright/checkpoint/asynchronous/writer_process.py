@@ -14,8 +14,7 @@ import threading
 import weakref
 from pathlib import Path
 
-from shardwright.checkpoint.asynchronous.messages import Command, Report
-from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
+from shardwright.checkpoint.asynchronous.messages import Command, JsonLines, Report, send
 
 PROGRAM = Path(__file__).absolute().with_name("writer_program.py")
 _LOOKS = 0.5  #: seconds between looks whether the process lives, where the pipe does not say it

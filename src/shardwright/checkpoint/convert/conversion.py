@@ -21,9 +21,8 @@ from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.format.values import encoded
 from shardwright.checkpoint.load.checkpoints import check_whole
 from shardwright.checkpoint.pretrained.files import abbreviated
-from shardwright.checkpoint.pretrained.key_maps import KeyMap, source_of
+from shardwright.checkpoint.pretrained.key_maps import KeyMap, Rule, key_map_of, source_of
 from shardwright.checkpoint.pretrained.model import ModelTensor
-from shardwright.checkpoint.pretrained.renaming import Rule, key_map_of
 from shardwright.checkpoint.pretrained.save_pretrained import write_stored_file, write_stored_model
 from shardwright.checkpoint.pretrained.stored_model import bytes_of, stored_model
 from shardwright.checkpoint.save.collective_save import describe

@@ -17,7 +17,7 @@ import torch
 
 from shardwright.checkpoint.dcp.opcodes import check_operations, name_of_callable, not_plain
 from shardwright.checkpoint.format.archive import zipped
-from shardwright.checkpoint.format.checks import DTYPES
+from shardwright.checkpoint.format.values import DTYPES
 from shardwright.checkpoint.storage.stores import Reader
 from shardwright.common.errors import Damaged
 

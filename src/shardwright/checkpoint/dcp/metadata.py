@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwright.checkpoint.dcp.opcodes import check_operations, name_of_callable
 from shardwright.checkpoint.format.boxes import check_coverage
-from shardwright.checkpoint.format.checks import DTYPES, count_of, typed
+from shardwright.checkpoint.format.values import DTYPES, count_of, typed
 from shardwright.common.errors import Damaged
 
 MOST_DIMS = 64

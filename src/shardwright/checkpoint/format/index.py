@@ -21,9 +21,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from shardwright.checkpoint.format.boxes import check_coverage
-from shardwright.checkpoint.format.checks import DTYPES, count_of, typed
 from shardwright.checkpoint.format.names import INDEX
-from shardwright.checkpoint.format.values import DEEPEST, decoded, encoded
+from shardwright.checkpoint.format.values import DEEPEST, DTYPES, count_of, decoded, encoded, typed
 from shardwright.common.errors import Damaged
 from shardwright.common.sealed_json import sealed_lines, unsealed_lines
 

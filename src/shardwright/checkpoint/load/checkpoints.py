@@ -10,9 +10,9 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,11 +32,11 @@ from shardwright.checkpoint.format.index import (
 )
 from shardwright.checkpoint.format.names import INDEX, METADATA
 from shardwright.checkpoint.format.nested import StateTensor
-from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.load.reading import check_lengths, check_ranges, compared_values, read_box
 from shardwright.checkpoint.load.replacement import DescriptionFile, unless_replaced
 from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.stores import Files, Store, UnfinishedSave
+from shardwright.checkpoint.storage.threads import Progress, ignore
 from shardwright.common.errors import Damaged
 
 
@@ -50,9 +50,25 @@ class StoredForm(TensorForm):
 
 @dataclass(frozen=True)
 class Checkpoint(ABC):
-    """A checkpoint whose description is sound. Its files may still be damaged: :meth:`verify` compares them."""
+    """A checkpoint whose description is sound. Its files may still be damaged: :meth:`verify` compares them.
+
+    Attributes:
+        description_file: the file that describes it.
+        has_digests: whether bytes can be compared.
+        has_pickled_values: whether its values are pickled: then :attr:`values` has their names alone.
+        attempt: the identity of the save that wrote it; None in torch's folders.
+        version: the version of its format; None for torch's.
+        ranks: the number of ranks that have saved it; None in torch's folders.
+        about: the versions of libraries that wrote it, and the notes of the save.
+    """
 
     description_file: DescriptionFile
+    has_digests: ClassVar[bool]
+    has_pickled_values: ClassVar[bool]
+    attempt: str | None = field(default=None, kw_only=True)
+    version: int | None = field(default=None, kw_only=True)
+    ranks: int | None = field(default=None, kw_only=True)
+    about: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     @property
     def place(self) -> Files:
@@ -61,39 +77,9 @@ class Checkpoint(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the description. Ranks that have read another one notice."""
+        """The SHA-256 of the description, by which ranks notice that one has read another one."""
         assert self.description_file.fingerprint is not None
         return self.description_file.fingerprint
-
-    @property
-    @abstractmethod
-    def has_digests(self) -> bool:
-        """Whether bytes can be compared."""
-
-    @property
-    @abstractmethod
-    def has_pickled_values(self) -> bool:
-        """Whether its values are pickled: then :attr:`values` has their names alone."""
-
-    @property
-    @abstractmethod
-    def attempt(self) -> str | None:
-        """The identity of the save that wrote it; None in torch's folders."""
-
-    @property
-    @abstractmethod
-    def version(self) -> int | None:
-        """The version of its format; None for torch's."""
-
-    @property
-    @abstractmethod
-    def ranks(self) -> int | None:
-        """Number of ranks that have saved it, where that is known."""
-
-    @property
-    @abstractmethod
-    def about(self) -> Mapping[str, str]:
-        """The versions of libraries that wrote it, and the notes of the save."""
 
     @cached_property
     @abstractmethod
@@ -183,22 +169,6 @@ class OwnCheckpoint(Checkpoint):
     has_digests = True
     has_pickled_values = False
 
-    @property
-    def attempt(self) -> str:
-        return self.index.attempt
-
-    @property
-    def version(self) -> int:
-        return self.index.version
-
-    @property
-    def ranks(self) -> int:
-        return self.index.ranks
-
-    @property
-    def about(self) -> Mapping[str, str]:
-        return self.index.about
-
     @cached_property
     def tensors(self) -> dict[str, StoredForm]:
         return {
@@ -281,19 +251,6 @@ class TorchCheckpoint(Checkpoint):
     metadata: Metadata
     has_digests = False
     has_pickled_values = True
-    attempt = None
-
-    @property
-    def version(self) -> None:
-        return None
-
-    @property
-    def ranks(self) -> None:
-        return None
-
-    @property
-    def about(self) -> Mapping[str, str]:
-        return {}
 
     @cached_property
     def tensors(self) -> dict[str, StoredForm]:
@@ -379,7 +336,10 @@ def unfinished_checkpoint(save: UnfinishedSave) -> OwnCheckpoint:
 
 def _own_checkpoint(files: Files, index_name: str) -> OwnCheckpoint:
     content, file = _read_description(files, index_name, b'"}\n')
-    return OwnCheckpoint(file, parse_index(content))
+    index = parse_index(content)
+    return OwnCheckpoint(
+        file, index, attempt=index.attempt, version=index.version, ranks=index.ranks, about=index.about
+    )
 
 
 def _read_description(files: Files, name: str, end: bytes) -> tuple[bytes, DescriptionFile]:

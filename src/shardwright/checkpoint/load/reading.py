@@ -18,10 +18,9 @@ from shardwright.checkpoint.format.archive import memory_of
 from shardwright.checkpoint.format.boxes import Box, meet, overlap
 from shardwright.checkpoint.format.index import Chunk, StoredTensor
 from shardwright.checkpoint.format.nested import StateTensor
-from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.load.replacement import OpenFiles
 from shardwright.checkpoint.storage.stores import Files, Reader
-from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
+from shardwright.checkpoint.storage.threads import Progress, ignore, in_threads, wait_for_devices
 from shardwright.common.errors import Damaged
 
 # -- compared with digests ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Key maps: the places of a model's tensors in files with other names and forms.
+"""Key maps: the places of a model's tensors in files with other names and forms, and key maps from a user's rules.
 
 A model's tensor may be a stored tensor under another name, a transposed one, a slice of a fused one, or several stacked
 or joined ones. All forms are views, so a reader knows which bytes a part needs. This file knows no files and models.
@@ -6,6 +6,7 @@ or joined ones. All forms are views, so a reader knows which bytes a part needs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -209,3 +210,42 @@ def pieces_of(source: TensorSource, tensor: Tensor) -> Iterator[Piece]:
             )
         for each, view in zip(source.sources, tensor.split(list(sizes), source.dim), strict=True):
             yield from pieces_of(each, view)
+
+
+# -- key maps from rules -----------------------------------------------------------------------------------------------
+
+
+class Rule(NamedTuple):
+    """A name with any number of stars, which stand for any text, and the new name with as many; "": not stored."""
+
+    old: str
+    new: str
+
+
+def key_map_of(rules: Sequence[Rule], names: Sequence[str]) -> dict[str, str | None]:
+    """The key map by the first rule that fits each name. Names that no rule fits stay.
+
+    Raises:
+        ValueError: a rule fits no name.
+    """
+    patterns = [re.compile("(.*?)".join(map(re.escape, rule.old.split("*")))) for rule in rules]
+    key_map: dict[str, str | None] = {}
+    used: set[int] = set()
+    for name in names:
+        for number, (rule, pattern) in enumerate(zip(rules, patterns, strict=True)):
+            if match := pattern.fullmatch(name):
+                used.add(number)
+                pieces, texts = rule.new.split("*"), (*match.groups(), "")
+                new = (
+                    "".join(piece + text for piece, text in zip(pieces, texts, strict=True))
+                    if rule.new
+                    else None
+                )
+                key_map.setdefault(name, new)
+                break
+    for number, rule in enumerate(rules):
+        if number not in used:
+            raise ValueError(
+                f"the rule {rule.old}={rule.new} fits no tensor, or rules before it fit all of them"
+            )
+    return key_map

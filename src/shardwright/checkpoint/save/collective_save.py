@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
-from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.load.checkpoints import check_whole, unfinished_checkpoint
 from shardwright.checkpoint.load.reading import check_lengths, check_ranges
 from shardwright.checkpoint.save.plan import SavePlan
@@ -24,6 +23,7 @@ from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.publishing import publish
 from shardwright.checkpoint.storage.save_names import file_of_rank, files_of_save
 from shardwright.checkpoint.storage.stores import Files, UnfinishedSave, unless_removed
+from shardwright.checkpoint.storage.threads import Progress, ignore
 from shardwright.common.errors import Damaged
 from shardwright.engine import RankGroup, heartbeat
 

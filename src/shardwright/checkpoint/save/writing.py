@@ -31,9 +31,8 @@ from shardwright.checkpoint.format.index import (
     parse_index,
 )
 from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES, VALUES_FOR_TORCH
-from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.storage.stores import UnfinishedSave, Writer
-from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
+from shardwright.checkpoint.storage.threads import Progress, ignore, in_threads, wait_for_devices
 from shardwright.common.errors import Damaged
 from shardwright.common.package import __version__
 from shardwright.engine.compat import flatten_state_dict, storage_info

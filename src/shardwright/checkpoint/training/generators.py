@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.load.checkpoints import Checkpoint
-from shardwright.checkpoint.training.section_to_load import SectionToLoad
-from shardwright.checkpoint.training.targets import targets_below
+from shardwright.checkpoint.training.section_to_load import SectionToLoad, targets_below
 from shardwright.common.errors import Damaged
 from shardwright.engine import RankGroup
 

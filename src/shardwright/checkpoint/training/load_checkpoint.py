@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwright.checkpoint.format.nested import NestedState
-from shardwright.checkpoint.format.progress import ignore
 from shardwright.checkpoint.load.checkpoints import Checkpoint, checkpoint_at
 from shardwright.checkpoint.load.collective_load import (
     Identity,
@@ -28,6 +27,7 @@ from shardwright.checkpoint.load.collective_load import (
 from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.load.replacement import unless_replaced
 from shardwright.checkpoint.storage.stores import Store
+from shardwright.checkpoint.storage.threads import ignore
 from shardwright.checkpoint.training.arguments import (
     check_model_and_extra,
     check_same,

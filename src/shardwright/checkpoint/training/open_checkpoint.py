@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.index import Keys
 from shardwright.checkpoint.format.nested import nested
-from shardwright.checkpoint.format.progress import ignore
 from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm, checkpoint_at
 from shardwright.checkpoint.load.collective_load import (
     check_same_description,
@@ -28,8 +27,9 @@ from shardwright.checkpoint.load.collective_load import (
     verify_together,
 )
 from shardwright.checkpoint.load.fit import check_shapes
+from shardwright.checkpoint.storage.threads import ignore
 from shardwright.checkpoint.training.generators import GENERATORS, stored_by
-from shardwright.checkpoint.training.targets import new_target, targets_below
+from shardwright.checkpoint.training.section_to_load import new_target, targets_below
 from shardwright.engine import RankGroup
 
 
