@@ -23,7 +23,7 @@ from shardwright.checkpoint.pretrained.files import abbreviated
 from shardwright.checkpoint.pretrained.key_maps import KeyMap
 from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
-from shardwright.checkpoint.stream.transport import BucketSink, Header, Here, Nowhere, ToGroup, ToSharedMemory
+from shardwright.checkpoint.stream.transport import BucketSink, Header, Here, ToGroup, ToSharedMemory
 from shardwright.engine import (
     OtherRankFailed,
     RaggedTensor,
@@ -138,18 +138,18 @@ def _refuse_different_calls(ranks: RankGroup, call: tuple[object, ...]) -> None:
 def _sink(
     first: bool, to: str | None, group: Any, share: str | None, consumers: int, timeout: float
 ) -> BucketSink:
-    """The place for this rank's buckets. ``first``: whether this is the mesh's first rank. Raises ValueError."""
+    """Return the place for this rank's buckets. ``first``: whether this is the mesh's first rank. Raises ValueError."""
     if to not in (None, "all", "first"):
         raise ValueError(f'to must be "all" or "first", got {to!r}')
     if group is not None and share is not None:
         raise ValueError("pass group or share, not both")
     if group is None and share is None:
-        return Nowhere() if to == "first" and not first else Here()
+        return BucketSink() if to == "first" and not first else Here()
     if to == "all":
         raise ValueError('with group or share the consumers get the tensors; do not pass to="all"')
     _check_group(group, first)
     if not first:
-        return Nowhere()
+        return BucketSink()
     return ToGroup(group) if group is not None else ToSharedMemory(share or "", consumers, timeout)
 
 

@@ -1,6 +1,6 @@
 """Ways of buckets of weights to their readers: this process, other ranks of a group, processes of the same host.
 
-The sending side has one protocol, :class:`BucketSink`. A bucket begins with a header (JSON: keys, dtypes, shapes).
+The sending side is a :class:`BucketSink`. A bucket begins with a header (JSON: keys, dtypes, shapes).
 Nothing is unpickled. Shared memory is an anonymous file (``memfd``), whose descriptor travels over a Unix socket in
 Linux's abstract namespace. Neither has a name in a file system, so nothing is left when processes are killed. This file
 knows no models.
@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,8 +72,8 @@ class Header:
         return starts, end
 
 
-class BucketSink(Protocol):
-    """A place for buckets, on one rank of the training job."""
+class BucketSink:
+    """The place of one rank's buckets. This class itself is for a rank whose caller gets no tensors."""
 
     def begin(self, header: Header) -> None:
         """Start a bucket."""
@@ -82,13 +82,14 @@ class BucketSink(Protocol):
         """Add the bucket's next tensor, in the order of the header."""
 
     def end(self) -> dict[str, Tensor]:
-        """Finish the bucket; returns what this rank's caller gets."""
+        """Finish the bucket, and return what this rank's caller gets."""
+        return {}
 
     def close(self, header: Header) -> None:
         """End the stream, early or not."""
 
 
-class Here:
+class Here(BucketSink):
     """Tensors for the caller of this rank."""
 
     def begin(self, header: Header) -> None:
@@ -105,22 +106,6 @@ class Here:
         self._bucket = {}
 
 
-class Nowhere:
-    """A rank whose caller gets no tensors."""
-
-    def begin(self, header: Header) -> None:
-        pass
-
-    def put(self, key: str, tensor: Tensor) -> None:
-        pass
-
-    def end(self) -> dict[str, Tensor]:
-        return {}
-
-    def close(self, header: Header) -> None:
-        pass
-
-
 # -- another process group ---------------------------------------------------------------------------------------------
 
 
@@ -131,7 +116,7 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-class ToGroup:
+class ToGroup(BucketSink):
     """Broadcasts from this rank to the others of a group, tensor by tensor."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -251,7 +236,7 @@ def _connected() -> Iterator[None]:
         raise ConnectionError("the process at the other end has ended") from error
 
 
-class ToSharedMemory:
+class ToSharedMemory(BucketSink):
     """Copies buckets into shared memory, for processes of this host that open it by its name.
 
     A bucket has memory of its own. Its size in memory ends when every process that has it has dropped it or ended.
