@@ -151,7 +151,7 @@ def _rule(text: str) -> Rule:
 
 
 def _names(options: Any, source: str, to: str) -> tuple[Any, Any]:
-    """The key map and the content of config.json."""
+    """Return the key map and the content of config.json."""
     from shardwright.train.commands.convert import names_of_run
 
     if to != "safetensors" or options.stored_names or options.key not in (None, "model"):
@@ -165,7 +165,7 @@ def _names(options: Any, source: str, to: str) -> tuple[Any, Any]:
 
 
 def _reader(to: str, destination: str, config: dict[str, Any] | None) -> str:
-    """The call that reads the result, for a message."""
+    """Return the call that reads the result, for a message."""
     text = repr(destination)
     if to == "shardwright":
         return f"shardwright.load_checkpoint({text}, model) reads it"

@@ -219,7 +219,7 @@ def visible(
     window: int | None = None,
     documents_BS: Tensor | None = None,
 ) -> Tensor:
-    """The keys that each query of a part sees: bool [rows, keys], or [B, 1, rows, keys] with documents.
+    """Return the keys that each query of a part sees: bool [rows, keys], or [B, 1, rows, keys] with documents.
 
     `documents_BS`: int, equal for the tokens of a document, and different for those of others, of the whole sample.
     """
@@ -236,7 +236,7 @@ def visible(
 
 
 def _of_part(mask: Tensor, part: Part) -> Tensor:
-    """The part of a mask [B, H, S, S], of which each size may be 1."""
+    """Return the part of a mask [B, H, S, S], of which each size may be 1."""
     ranges = (part.heads, part.rows, part.keys)
     for dim, own in enumerate(ranges, start=1):
         if mask.shape[dim] > 1:

@@ -200,7 +200,7 @@ class _InBackward:
         self.__class__ = type(self).__bases__[1]
 
     def _params_of(self, unit: Unit) -> list[list[torch.Tensor]]:
-        """The parameters of the unit, group by group. They are cached, since groups and units seldom change."""
+        """Return the parameters of the unit, group by group. They are cached, since groups and units seldom change."""
         units = _steps_of(self).units
         key = unit.generation, [len(group["params"]) for group in self.param_groups]
         entry = units.get(unit)

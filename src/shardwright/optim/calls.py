@@ -142,7 +142,7 @@ class CallsInBackward:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether the value may be a counter. Parameters are not counters."""
+    """Return whether the value may be a counter. Parameters are not counters."""
     return isinstance(value, _NUMBERS) and not isinstance(value, nn.Parameter)
 
 

@@ -77,7 +77,7 @@ class ParameterNorms(NamedTuple):
     order: list[str]
 
     def by_unit(self, norms: Sequence[float]) -> dict[str, float]:
-        """The norm of each unit. ``norms``: the values of the tensor."""
+        """Return the norm of each unit. ``norms``: the values of the tensor."""
         parts: dict[str, list[float]] = {unit: [] for unit in self.order}
         for unit, norm in zip(self.units, norms, strict=True):
             parts[unit].append(norm)
@@ -229,7 +229,7 @@ def _fingerprints(
 
 
 def _groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of the mesh axes that cut a DTensor with these placements."""
+    """Return the groups of the mesh axes that cut a DTensor with these placements."""
     if any(placement.is_partial() for placement in placements):
         raise ValueError("clip_grad_norm_ got a gradient that is a partial sum on each rank; reduce it first")
     return tuple(
@@ -238,7 +238,10 @@ def _groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[dis
 
 
 def _norms(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor | None:
-    """The norm of each tensor, at least in float32; 0 for a tensor without elements. None if there are no tensors."""
+    """Return the norm of each tensor, at least in float32; 0 for a tensor without elements.
+
+    None if there are no tensors.
+    """
     if not tensors:
         return None
     filled = [t for t in tensors if t.numel()]  # torch has no maximum of an empty tensor

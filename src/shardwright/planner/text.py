@@ -16,7 +16,7 @@ def as_json(
     assumed: Mapping[str, object] = MappingProxyType({}),
     failed: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """The values of a verdict as JSON, see :func:`as_values`."""
+    """Return the values of a verdict as JSON, see :func:`as_values`."""
     return strict_json(as_values(verdict, edits, assumed, failed), indent=2)
 
 
@@ -26,8 +26,11 @@ def as_values(
     assumed: Mapping[str, object] = MappingProxyType({}),
     failed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, object]:
-    """All figures in bytes. ``edits``: changes of the job in words, and the verdicts on the changed jobs. ``assumed``:
-    values of keys that nobody gave. ``failed``: errors of changes that have no plan."""
+    """Return all figures in bytes.
+
+    ``edits``: changes of the job in words, and the verdicts on the changed jobs. ``assumed``: values of keys that
+    nobody gave. ``failed``: errors of changes that have no plan.
+    """
     peak = verdict.peak
     return {
         "fits": verdict.answer,

@@ -65,7 +65,7 @@ class EvidenceFiles:
     problem: str = ""
 
     def in_words(self, culprits: Collection[int]) -> str:
-        """Lines for a user. ``culprits``: the ranks for which the others wait."""
+        """Return lines for a user. ``culprits``: the ranks for which the others wait."""
         if self.problem:
             return f"stacks and latest actions of the ranks could not be written to {self.folder}: {self.problem}"
         hint = self._hint(culprits)
@@ -78,7 +78,10 @@ class EvidenceFiles:
 
 
 def folder_name(job: str = "") -> str:
-    """The name of the folder of a hang that is found now. ``job``: differs for jobs that share the folder around it."""
+    """Return the name of the folder of a hang that is found now.
+
+    ``job``: differs for jobs that share the folder around it.
+    """
     return time.strftime("hang-%Y%m%dT%H%M%SZ", time.gmtime()) + (f"-{job}" if job else "")
 
 
@@ -133,7 +136,7 @@ def _row(seen: Seen) -> str:
 
 
 def _stacks_of(readers: Sequence[HeartbeatReader], own: Stacks | None) -> tuple[dict[int, str], set[int]]:
-    """The stacks of each process, or why there are none, and the ranks that have some."""
+    """Return the stacks of each process, or why there are none, and the ranks that have some."""
     texts, asked = {}, []
     for reader in readers:
         state = reader.process()

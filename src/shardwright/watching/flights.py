@@ -43,6 +43,7 @@ def _note(beat: heartbeat.Heartbeat, entries: list[dict[str, Any]]) -> None:
 
 
 def _group_of(entry: dict[str, Any], ranks: dict[str, list[int]]) -> str | None:
-    """The group of a collective on heartbeats. torch numbers its collectives, so its name has torch's name, too."""
+    """Return the group of a collective on heartbeats. torch numbers its collectives, so its name has
+    torch's name, too."""
     name = entry["process_group"][0]
     return f"{heartbeat.group_name(ranks[name])}#{name}" if name in ranks else None

@@ -49,7 +49,7 @@ class Looks:
         self.since = 0
 
     def note(self) -> int:
-        """The time from which ages count."""
+        """Return the time from which ages count."""
         now = time.monotonic()
         if now - self._last > self._gap:
             self.since = time.monotonic_ns()
@@ -63,8 +63,10 @@ def silence(stall_seconds: float) -> float:
 
 
 def _open(pid: int) -> HeartbeatReader | None:
-    """The heartbeat of this process; None if it has none yet. A killed one with the same number may have left its
-    own."""
+    """Return the heartbeat of this process; None if it has none yet.
+
+    A killed one with the same number may have left its own.
+    """
     with suppress(OSError):
         reader = HeartbeatReader(heartbeat.heartbeat_of(pid))
         if reader.is_alive():
@@ -80,7 +82,10 @@ class Processes:
         self._states: dict[int, tuple[str, int]] = {}  # by process, with the time of the first look at it
 
     def look(self, rank: int, pid: int, since: int = 0) -> Seen:
-        """The process of a rank now. Its age is the one of its state. ``since``: see :meth:`HeartbeatReader.look`."""
+        """Return the process of a rank now.
+
+        Its age is the one of its state. ``since``: see :meth:`HeartbeatReader.look`.
+        """
         state, at = self._states.get(pid, ("", 0))
         now = time.monotonic_ns()
         if (found := state_of(pid)) != state:
@@ -101,7 +106,7 @@ class Eyes:
         self._processes = Processes()
 
     def look(self) -> Hang | None:
-        """The hang, once the job hangs. Call it often; it looks each half second."""
+        """Return the hang, once the job hangs. Call it often; it looks each half second."""
         now = time.monotonic()
         if now < self._next:
             return None
@@ -122,14 +127,16 @@ class Eyes:
         return Hang(verdict, evidence.write(folder, self._readers.values(), verdict, seen))
 
     def _seen(self, rank: int, since: int, begun: bool) -> Seen:
-        """The rank now. ``begun``: all ranks have heartbeats. Before that, its age is the one of its process's
-        state."""
+        """Return the rank now. ``begun``: all ranks have heartbeats.
+
+        Before that, its age is the one of its process's state.
+        """
         if begun:
             return self._readers[rank].look(since=since, within=silence(self.stall_seconds))
         return self._processes.look(rank, self.pids[rank], since)
 
     def steps_done(self) -> dict[int, int]:
-        """The steps that each rank has done, also one that has ended, even between two looks."""
+        """Return the steps that each rank has done, also one that has ended, even between two looks."""
         for rank, pid in self.pids.items():
             path = heartbeat.heartbeat_of(pid)
             if rank not in self._readers:

@@ -60,7 +60,7 @@ class SharedMemory:
         self.nbytes = nbytes
 
     def bytes(self, lock: bool = False) -> Tensor:
-        """All of it, as a tensor of uint8. Page-locked if ``lock`` and the system allows it."""
+        """Return all of it, as a tensor of uint8. Page-locked if ``lock`` and the system allows it."""
         if self._bytes is None:
             self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, self.nbytes), dtype=torch.uint8)
         if lock and not self._locked:

@@ -86,7 +86,7 @@ class WriterProcess:
         return message
 
     def death(self) -> str | None:
-        """The reason for which the process has died, in words; None while it lives."""
+        """Return the reason for which the process has died, in words; None while it lives."""
         if self._results.ended:  # which it is a moment before the process has ended
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END)

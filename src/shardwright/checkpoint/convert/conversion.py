@@ -74,7 +74,7 @@ class _Chosen:
         return sum(each.nbytes for each in self.tensors.values())
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor, in the order of :attr:`tensors`."""
+        """Yield each tensor, in the order of :attr:`tensors`."""
         for name, each in self.tensors.items():
             yield name, each.read(each.dtype)
 
@@ -204,7 +204,7 @@ def _without(source: InputCheckpoint, to: str) -> list[str]:
 
 
 def _below(key: str, name: str, path: Any, keep_key: bool) -> Any:
-    """The keys of an entry below ``key``, or with it; None of entries elsewhere."""
+    """Return the keys of an entry below ``key``, or with it; None of entries elsewhere."""
     if not name.startswith(f"{key}."):
         return None
     length = next((n for n in range(1, len(path)) if name_of(path[:n]) == key), None)
@@ -214,7 +214,7 @@ def _below(key: str, name: str, path: Any, keep_key: bool) -> Any:
 
 
 def _renamed(chosen: _Chosen, key_map: KeyMap, source: InputCheckpoint) -> _Chosen:
-    """The chosen tensors, with the last key of each renamed."""
+    """Return the chosen tensors, with the last key of each renamed."""
     renamed: dict[str, SourceTensor] = {}
     for each in chosen.tensors.values():
         *outer, last = each.path

@@ -46,7 +46,7 @@ class FileRange:
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """The content of a ``.metadata`` file, its ``storage_data`` as :class:`FileRange`.
+    """Return the content of a ``.metadata`` file, its ``storage_data`` as :class:`FileRange`.
 
     Raises:
         Damaged: the bytes are no such file, name a class or function that none has, or contradict themselves.
@@ -238,7 +238,7 @@ def _check_places(entries: dict[str, Any], places: dict[MetadataIndex, FileRange
 
 
 def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
-    """The place of each value in the nested state: keys of dicts and numbers of lists."""
+    """Return the place of each value in the nested state: keys of dicts and numbers of lists."""
     if value is None:
         return None
     paths: dict[str, tuple[str | int, ...]] = {}

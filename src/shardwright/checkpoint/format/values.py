@@ -42,7 +42,7 @@ _MARK = "!"  #: the first key of a marked form
 
 
 def encoded(value: Any, name: str, depth: int = 0) -> Any:
-    """The value in JSON's types.
+    """Return the value in JSON's types.
 
     Raises:
         ValueError: a value is neither plain nor marked, or too deep; the message names it.
@@ -93,7 +93,7 @@ def encoded(value: Any, name: str, depth: int = 0) -> Any:
 
 
 def decoded(value: Any, depth: int = 0) -> Any:
-    """The inverse of :func:`encoded`.
+    """Return the value from which :func:`encoded` has made this one.
 
     Raises:
         Damaged: the value has a mark that no save writes, or is too deep.

@@ -106,19 +106,19 @@ class Checkpoint(ABC):
         return values | self.tensors
 
     def below(self, name: str) -> dict[str, Any]:
-        """The leaves below a name, by the rest of their names."""
+        """Return the leaves below a name, by the rest of their names."""
         start = f"{name}."
         return {
             each.removeprefix(start): leaf for each, leaf in self.leaves.items() if each.startswith(start)
         }
 
     def has(self, name: str) -> bool:
-        """Whether there is anything of this name, or below it."""
+        """Return whether there is anything of this name, or below it."""
         return name in self.leaves or bool(self.below(name))
 
     @abstractmethod
     def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:
-        """The values by their keys: all, or the pickled ones below these first keys. Raises Damaged."""
+        """Return the values by their keys: all, or the pickled ones below these first keys. Raises Damaged."""
 
     @abstractmethod
     def stored_tensors(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
@@ -130,15 +130,15 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def position(self, name: str) -> tuple[str, int]:
-        """The file and the byte where a tensor begins, for reads in the order of the files."""
+        """Return the file and the byte where a tensor begins, for reads in the order of the files."""
 
     @abstractmethod
     def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The values of a tensor, on the host. They are compared with digests first. Raises Damaged."""
+        """Return the values of a tensor, on the host. They are compared with digests first. Raises Damaged."""
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
-        """The bytes of each file apart from the description; of torch's folders the least there can be."""
+        """Return the bytes of each file apart from the description; of torch's folders the least there can be."""
 
     @abstractmethod
     def check_lengths(self) -> None:
@@ -233,7 +233,7 @@ class OwnCheckpoint(Checkpoint):
 
 
 def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
-    """The names for ``rank``, so that all ranks get about the same number of bytes."""
+    """Return the names for ``rank``, so that all ranks get about the same number of bytes."""
     loads = [0] * ranks
     mine = []
     for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
@@ -302,7 +302,7 @@ class TorchCheckpoint(Checkpoint):
 
 
 def checkpoint_at(path: Location, *, links: bool = False) -> Checkpoint:
-    """The checkpoint at a path or URL, whose description is read. Nothing in it is called.
+    """Return the checkpoint at a path or URL, whose description is read. Nothing in it is called.
 
     ``links`` are followed in a local folder.
 
@@ -330,7 +330,7 @@ def check_whole(store: Store) -> None:
 
 
 def unfinished_checkpoint(save: UnfinishedSave) -> OwnCheckpoint:
-    """The checkpoint that a save has written, before it is committed. Raises Damaged, OSError."""
+    """Return the checkpoint that a save has written, before it is committed. Raises Damaged, OSError."""
     return _own_checkpoint(save, save.stored_name(INDEX))
 
 
@@ -343,8 +343,10 @@ def _own_checkpoint(files: Files, index_name: str) -> OwnCheckpoint:
 
 
 def _read_description(files: Files, name: str, end: bytes) -> tuple[bytes, DescriptionFile]:
-    """The content of a file that describes a checkpoint. Its end is read first: of a file that is cut off or has holes
-    no more is read."""
+    """Return the content of a file that describes a checkpoint.
+
+    Its end is read first: of a file that is cut off or has holes no more is read.
+    """
     nbytes = files.size(name)
     file = DescriptionFile.of(files, name)
     with unless_replaced(file):

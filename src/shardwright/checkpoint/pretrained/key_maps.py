@@ -79,7 +79,7 @@ KeyMap: TypeAlias = "Mapping[str, TensorSource | None] | Callable[[str], TensorS
 
 
 def source_of(key_map: KeyMap | None, name: str) -> TensorSource | None:
-    """The stored place of the model's tensor ``name``."""
+    """Return the stored place of the model's tensor ``name``."""
     if key_map is None:
         return name
     source = key_map.get(name, name) if isinstance(key_map, Mapping) else key_map(name)
@@ -92,7 +92,7 @@ def source_of(key_map: KeyMap | None, name: str) -> TensorSource | None:
 
 
 def keys_of(source: TensorSource) -> list[str]:
-    """The keys of all stored tensors in the source."""
+    """Return the keys of all stored tensors in the source."""
     if isinstance(source, str):
         return [source]
     if isinstance(source, (Transposed, Slice)):
@@ -101,7 +101,7 @@ def keys_of(source: TensorSource) -> list[str]:
 
 
 def views_of(source: TensorSource, get: Callable[[str], Tensor]) -> tuple[torch.Size, list[Box]]:
-    """The shape of a source, and its boxes as views of stored tensors. ``get`` returns these, or meta tensors.
+    """Return the shape of a source, and its boxes as views of stored tensors. ``get`` returns these, or meta tensors.
 
     Raises:
         ValueError: the stored tensors cannot be combined in this way.
@@ -177,7 +177,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(source: TensorSource, tensor: Tensor) -> Iterator[Piece]:
-    """The stored tensors, as views of the model's: the inverse of :func:`views_of`.
+    """Yield the stored tensors, as views of the model's: the inverse of :func:`views_of`.
 
     Raises:
         ValueError: the tensor cannot be divided in this way.
@@ -223,7 +223,7 @@ class Rule(NamedTuple):
 
 
 def key_map_of(rules: Sequence[Rule], names: Sequence[str]) -> dict[str, str | None]:
-    """The key map by the first rule that fits each name. Names that no rule fits stay.
+    """Return the key map by the first rule that fits each name. Names that no rule fits stay.
 
     Raises:
         ValueError: a rule fits no name.

@@ -181,7 +181,7 @@ class _LoadPlan:
     bytes_compared: int = 0
 
     def in_order(self) -> list[_Load]:
-        """The tensors in the order of the files, which is fast on disks."""
+        """Return the tensors in the order of the files, which is fast on disks."""
         return sorted(self.loads, key=lambda load: load.place)
 
 
@@ -192,7 +192,7 @@ def _plan(
     may_miss: tuple[str, ...],
     may_be_unexpected: tuple[str, ...],
 ) -> _LoadPlan:
-    """The tensors to read. Raises a ValueError for everything that does not fit."""
+    """Return the tensors to read. Raises a ValueError for everything that does not fit."""
     stored = in_memory(path) if isinstance(path, Mapping) else open_model(path)
     plan = _LoadPlan()
     used: set[str] = set()
@@ -258,7 +258,7 @@ def _missing_in_words(entry: ModelTensor, source: TensorSource, stored: dict[str
 
 
 def _misfit(load: _Load, name: str) -> str | None:
-    """The reason why the stored tensor does not fit the model's tensor."""
+    """Return the reason why the stored tensor does not fit the model's tensor."""
     tensor = load.entry.tensor
     keys = keys_of(load.source)
     label = repr(name) if keys == [name] else f"{name!r} (stored as {abbreviated(keys, 3)})"
@@ -321,7 +321,7 @@ def _read(load: _Load, boxes: list[Box]) -> int:
 
 
 def _compare(one: _Load, other: _Load) -> tuple[int, bool]:
-    """The number of bytes read, and whether both sources have equal values for this rank's part."""
+    """Return the number of bytes read, and whether both sources have equal values for this rank's part."""
     entry = one.entry
     parts = [
         [Box(offsets, torch.empty(local.shape, dtype=local.dtype)) for offsets, local in entry.boxes()]

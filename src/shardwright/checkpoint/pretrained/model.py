@@ -84,14 +84,14 @@ def ranks_of(model: nn.Module) -> RankGroup:
 
 
 def mesh_of(units: list[Unit]) -> DeviceMesh | None:
-    """The mesh of all ranks of a sharded model; None of a plain one."""
+    """Return the mesh of all ranks of a sharded model; None of a plain one."""
     meshes = [unit.mesh for unit in units]
     meshes += [p.cut.parallel.rest for unit in units for p in unit.parameters if p.cut.parallel is not None]
     return max(meshes, key=lambda mesh: mesh.size(), default=None)  # type: ignore[no-any-return]
 
 
 def tensors_of(model: nn.Module) -> list[ModelTensor]:
-    """The model's parameters and buffers in the order of its modules, tied ones once."""
+    """Return the model's parameters and buffers in the order of its modules, tied ones once."""
     entries: dict[int, ModelTensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         tables: tuple[tuple[dict[str, Any], bool], ...] = (module._parameters, False), (module._buffers, True)

@@ -189,7 +189,8 @@ def _by_name(group: list[ModelTensor]) -> dict[str, Tensor]:
 
 
 def _extra_states(model: nn.Module) -> list[str]:
-    """The names of modules whose extra state says something: None and empty tensors, as of fp8 that is off, do not."""
+    """Return the names of modules whose extra state says something: None and empty tensors, as of fp8 that is off, do
+    not."""
     states = {
         name: module.get_extra_state()
         for name, module in model.named_modules()
@@ -230,7 +231,7 @@ def _plan(
 
 
 def _files(stored: StoredModel, limit: int) -> dict[str, list[str]]:
-    """The keys of each file, in their order, as many as fit."""
+    """Return the keys of each file, in their order, as many as fit."""
     files: list[list[str]] = [[]]
     size = 0
     for key in stored.keys:

@@ -21,7 +21,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def bytes_of(size: int | str, argument: str) -> int:
-    """A number of bytes from a number or a text such as "5 GB" or "512 MiB"; ``argument`` is its name.
+    """Return a number of bytes from a number or a text such as "5 GB" or "512 MiB"; ``argument`` is its name.
 
     Raises:
         ValueError: it is neither.
@@ -59,7 +59,7 @@ class StoredModel:
         self.keys |= {further: self.keys[key] for further, key in copies.items()}
 
     def pieces(self, entry: ModelTensor, tensor: Tensor) -> list[Piece]:
-        """The pieces of stored tensors that come from this tensor of the model, as views of ``tensor``."""
+        """Return the pieces of stored tensors that come from this tensor of the model, as views of ``tensor``."""
         source = source_of(self.key_map, entry.name)
         return [] if source is None else list(pieces_of(source, tensor))
 
@@ -75,14 +75,14 @@ class StoredModel:
         return sum(map(self.nbytes, self.keys))
 
     def main_dtype(self) -> str:
-        """The dtype of most elements, as config.json names it."""
+        """Return the dtype of most elements, as config.json names it."""
         sizes: dict[torch.dtype, int] = {}
         for shape, dtype in self.keys.values():
             sizes[dtype] = sizes.get(dtype, 0) + shape.numel()
         return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
 
     def keys_of(self, group: list[ModelTensor]) -> list[str]:
-        """The keys of the stored tensors that a group forms."""
+        """Return the keys of the stored tensors that a group forms."""
         shapes = ((entry, torch.empty(entry.tensor.shape, device="meta")) for entry in group)
         return list(
             dict.fromkeys(piece.key for entry, shape in shapes for piece in self.pieces(entry, shape))
@@ -91,7 +91,7 @@ class StoredModel:
     def stored_tensors(
         self, group: list[ModelTensor], whole: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The stored tensors of a group, one after another, from its whole tensors by name.
+        """Yield the stored tensors of a group, one after another, from its whole tensors by name.
 
         Views where no pieces must be joined. A floating-point tensor of another dtype than its stored form is
         converted.
@@ -191,7 +191,7 @@ def _join(groups: list[list[ModelTensor]], entry: ModelTensor, others: list[Mode
 
 
 def _shape_of(key: str, own_pieces: list[tuple[ModelTensor, Piece]]) -> tuple[torch.Size, torch.dtype]:
-    """The shape and dtype of the stored tensor that these form."""
+    """Return the shape and dtype of the stored tensor that these form."""
     names = abbreviated([repr(entry.name) for entry, _ in own_pieces], 6)
     tensors = [piece.tensor for _, piece in own_pieces]
     first = tensors[0]

@@ -42,9 +42,16 @@ def write_state(
 ) -> None:
     """Write a checkpoint of a nested state. Every rank must call it.
 
-    With ``verified`` all that was written is read back and compared with its digests, each rank's file by that rank,
-    before the checkpoint appears, and before anything that it replaces is touched.
-    ``notes`` are texts for ``Index.about``, beside the versions of libraries. ``shared``: see :meth:`SavePlan.of`.
+    Args:
+        path: the folder, the URL or the store.
+        state: dicts and lists of tensors and plain values, of this rank.
+        ranks: those that have the state.
+        overwrite: replace a checkpoint at the same place.
+        verified: let each rank read its file back and compare it with the digests. The checkpoint appears only after
+            that, and what it replaces stays until then.
+        notes: texts to store in ``Index.about``, beside the versions of libraries.
+        shared: the first keys below which all ranks have equal tensors, see :meth:`SavePlan.of`.
+        progress: gets the number of bytes as they are written.
 
     Raises:
         ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.

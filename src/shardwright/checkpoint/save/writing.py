@@ -193,7 +193,7 @@ def write_descriptions(
 
 
 def _as_torch_flattens(values: Mapping[str, StoredValue]) -> dict[str, tuple[tuple[str | int, ...], Any]]:
-    """Each value under the names under which torch's distributed checkpoint looks for it."""
+    """Return each value under the names under which torch's distributed checkpoint looks for it."""
     flat: dict[str, tuple[tuple[str | int, ...], Any]] = {}
     for name, stored in values.items():
         prefix = _steps(stored.path)
@@ -238,7 +238,7 @@ def _metadata(
     places: Mapping[str, tuple[int, int]],
     values_file: str,
 ) -> bytes:
-    """The pickle that torch's own writer would leave for these chunks."""
+    """Return the pickle that torch's own writer would leave for these chunks."""
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -276,5 +276,5 @@ def _metadata(
 
 
 def versions() -> dict[str, str]:
-    """The versions of the libraries that write a checkpoint."""
+    """Return the versions of the libraries that write a checkpoint."""
     return {"shardwright": __version__, "torch": re.sub(r"\+.*", "", torch.__version__)}

@@ -113,5 +113,5 @@ def remove_unfinished(parent: str | os.PathLike[str]) -> None:
 
 
 def replaces_checkpoints(parent: str | os.PathLike[str]) -> bool:
-    """Whether a save with ``overwrite`` below a folder or URL replaces a whole checkpoint of the same name."""
+    """Return whether a save with ``overwrite`` below a folder or URL replaces a whole checkpoint of the same name."""
     return store_of(parent).replaces

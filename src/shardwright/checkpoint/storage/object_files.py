@@ -41,7 +41,7 @@ class ObjectsBelow:
         self.url, self.protocol = url.rstrip("/"), found[1]
 
     def at(self, name: str) -> tuple[Any, str]:
-        """The file system, which fsspec keeps for each process, and the path of an object in it."""
+        """Return the file system, which fsspec keeps for each process, and the path of an object in it."""
         try:
             from fsspec.core import url_to_fs
 
@@ -61,7 +61,7 @@ class ObjectsBelow:
         return system, f"{path}/{name}" if name else str(path)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each object below the URL, without the objects in folders. A folder counts as 0 bytes."""
+        """Return the bytes of each object below the URL, without the objects in folders. A folder counts as 0 bytes."""
         with self.reported("", "read"):
             system, path = self.at("")
             system.invalidate_cache()
@@ -165,7 +165,7 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error in one line. Without a text, the name of its type."""
+    """Return an error in one line. Without a text, the name of its type."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split())[:300] or type(error).__name__
 

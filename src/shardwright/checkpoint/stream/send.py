@@ -270,7 +270,7 @@ def _gathering(entry: ModelTensor, stored: StoredModel) -> int:
 
 
 def _state(entry: ModelTensor) -> tuple[int, int]:
-    """A value that changes with the tensor's values, its memory or its place."""
+    """Return a value that changes with the tensor's values, its memory or its place."""
     module, name = entry.slots[0]
     now = module._parameters.get(name, module._buffers.get(name))
     local = local_of(now) if isinstance(now, (DTensor, RaggedTensor)) else now
@@ -362,7 +362,7 @@ def _bucket(plan: _BucketPlan, number: int, sink: BucketSink) -> tuple[dict[str,
 
 
 def _whole(entry: ModelTensor, stored: StoredModel) -> Tensor:
-    """A whole tensor in memory of its own and in its stored dtype. Every rank must call it."""
+    """Return a whole tensor in memory of its own and in its stored dtype. Every rank must call it."""
     tensor = entry.tensor.detach()
     own = local_of(tensor) if isinstance(tensor, (DTensor, RaggedTensor)) else tensor
     if type(own) is Tensor:

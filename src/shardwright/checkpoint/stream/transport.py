@@ -64,7 +64,7 @@ class Header:
         return cls(number, count, own, stopped)
 
     def places(self) -> tuple[list[int], int]:
-        """The first byte of each tensor in shared memory, and the bytes of all of them."""
+        """Return the first byte of each tensor in shared memory, and the bytes of all of them."""
         starts, end = [], 0
         for _, dtype, shape in self.tensors:
             starts.append(end)
@@ -110,7 +110,7 @@ class Here(BucketSink):
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """The device on which a group communicates."""
+    """Return the device on which a group communicates."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -198,7 +198,7 @@ class FromGroup:
 
 
 def _address(name: str) -> str:
-    """An address in the abstract namespace: it exists as long as the socket, and has no file."""
+    """Return an address in the abstract namespace: it exists as long as the socket, and has no file."""
     if not sys.platform.startswith("linux"):
         raise NotImplementedError(
             f"shared memory needs Linux's anonymous files; this is {sys.platform}. Pass a process group instead."

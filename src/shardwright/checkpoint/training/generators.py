@@ -27,7 +27,7 @@ GENERATORS = "generators"  #: the key of the section in a checkpoint
 
 
 def stored_by(names: Iterable[str], ranks: RankGroup) -> tuple[int, str]:
-    """The number of ranks that have stored their generators, and the key of those that this rank takes.
+    """Return the number of ranks that have stored their generators, and the key of those that this rank takes.
 
     They are its own at the stored number of ranks, else the first rank's. ``names``: of the tensors of a checkpoint.
     """
@@ -36,7 +36,7 @@ def stored_by(names: Iterable[str], ranks: RankGroup) -> tuple[int, str]:
 
 
 def generator_states() -> dict[str, Tensor]:
-    """The states of this process's generators: 1-d tensors on the host, uint8 or int64."""
+    """Return the states of this process's generators: 1-d tensors on the host, uint8 or int64."""
     states = {"torch": torch.get_rng_state()}
     if (device := _accelerator()) is not None:
         states[device.type] = torch.get_device_module(device).get_rng_state()

@@ -155,7 +155,7 @@ def _load(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> dict[
 
 
 def _sections(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> list[SectionToLoad]:
-    """The sections in the order in which they are restored: generators last, since objects may draw."""
+    """Return the sections in the order in which they are restored: generators last, since objects may draw."""
     checkpoint, optimizers, model = examined.checkpoint, examined.optimizers, arguments.model
     state = model_state(model, arguments.frozen)
     if optimizers and not checkpoint.has(OPTIMIZER):

@@ -36,7 +36,10 @@ class SectionToLoad(ABC):
         """Raise ValueError if the checkpoint does not fit the run. Nothing was read yet."""
 
     def is_new(self, name: str) -> bool:
-        """Whether the tensor of this name was made for the load. Such tensors are read before those of the run."""
+        """Return whether the tensor of this name was made for the load.
+
+        Such tensors are read before those of the run.
+        """
         return False
 
     def accept(self, content: Mapping[str, Any]) -> None:  # noqa: B027

@@ -10,7 +10,7 @@ from shardwright.planner.devices import Device, DeviceError
 
 
 def local_device() -> Device:
-    """The first GPU that this process sees.
+    """Return the first GPU that this process sees.
 
     Raises:
         DeviceError: there is none.

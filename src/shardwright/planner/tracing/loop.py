@@ -76,7 +76,7 @@ def plan(loop: Callable[[], object], on: str, *, value: float | None = None) -> 
 def program_of_loop(
     loop: Callable[[], object], ranks: int, kind: Literal["cpu", "cuda"] = "cuda", value: float | None = None
 ) -> Program:
-    """The program of rank 0 of ``ranks``. ``kind``: of the devices. Others and errors as for :func:`plan`."""
+    """Return the program of rank 0 of ``ranks``. ``kind``: of the devices. Others and errors as for :func:`plan`."""
     with trace(ranks, kind, value) as recorder:
         recorder.phase("build")
         with watch_training(recorder) as training:

@@ -161,7 +161,7 @@ class _Maker:
 
 
 def _mapped(make: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with tensors, or with forms, replaced, and with devices."""
+    """Return the tree with tensors, or with forms, replaced, and with devices."""
     if isinstance(tree, (Tensor, _Form, torch.device)):
         return make(tree)
     if isinstance(tree, (list, tuple)):
@@ -184,7 +184,7 @@ class Timer:
         self._product: Tensor | None = None
 
     def operation(self, operation: Operation) -> float | None:
-        """The seconds of an operation. None: it does not run alone on such tensors."""
+        """Return the seconds of an operation. None: it does not run alone on such tensors."""
         nbytes = max(operation.kernel.nbytes, 1)
         count = min(MOST_SETS, -(-ROTATED[self.device.type] // nbytes))
         try:
@@ -206,7 +206,7 @@ class Timer:
             return None
 
     def repeated(self, run: Callable[[], object], least: int = 1) -> float:
-        """The median of the seconds of a call, over several samples of many calls."""
+        """Return the median of the seconds of a call, over several samples of many calls."""
         for _ in range(least + 1):
             run()
         once = max(self._sample(run, 1), 1e-7)
@@ -214,7 +214,7 @@ class Timer:
         return statistics.median(self._sample(run, calls) for _ in range(self._samples))
 
     def once(self, run: Callable[[], object]) -> float:
-        """The seconds of one call, which other ranks make, too."""
+        """Return the seconds of one call, which other ranks make, too."""
         if self.device.type == "cpu":
             return self._sample(run, 1)
         torch.cuda.synchronize(self.device)
