@@ -63,5 +63,5 @@ class RowGather(torch.autograd.Function):
 def _noted_unless_compiled(
     collective: str, group: dist.ProcessGroup, result: Tensor
 ) -> AbstractContextManager[object]:
-    """Return a graph cannot write to the heartbeat."""
+    """Note a collective on the heartbeat, unless a graph has it: a graph cannot write there."""
     return nullcontext() if torch.compiler.is_compiling() else noted(collective, group, result.nbytes)

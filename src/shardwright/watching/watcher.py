@@ -23,7 +23,7 @@ from typing import NamedTuple
 from shardwright.engine import heartbeat
 from shardwright.watching import evidence
 from shardwright.watching.diagnosis import Diagnosis, diagnose
-from shardwright.watching.flights import note_flights
+from shardwright.watching.evidence import note_flights
 from shardwright.watching.hosts import Courier
 from shardwright.watching.launched import Hang, Looks, silence
 from shardwright.watching.reading import DISK, ENDED, RUNS, SILENT, STOPPED, HeartbeatReader, Seen

@@ -94,8 +94,9 @@ def convert_checkpoint(
 ) -> Converted:
     """Write what a checkpoint holds in another form.
 
-    In memory are at most the largest tensor and 32 MiB, or twice the largest tensor if it is stored transposed or
-    together with others. From folders of torch's distributed checkpoint its largest part comes on top.
+    One tensor after another is read and written, so it takes memory for the largest tensor and 32 MiB; twice the
+    largest tensor if that is stored transposed or together with others. For a folder of torch's distributed checkpoint
+    it takes memory for the largest part of a tensor, too.
 
     Args:
         source: a checkpoint of ours, in a folder or behind a URL that fsspec knows; a folder of torch's distributed
@@ -103,10 +104,12 @@ def convert_checkpoint(
             called.
         destination: the new folder; a new file for ``to="torch"``, or if it ends in ``.safetensors``; a URL for ours.
         to: one of :data:`FORMS`.
-        key: write only what is under this key. Default: all; for safetensors ``"model"``, or all if there are no keys.
+        key: write only what is under this key. Default: everything; for safetensors what is under ``"model"``, or
+            everything if the source has tensors alone.
         dtype: floating-point tensors are converted to it; only for safetensors.
-        key_map: names in the destination, as for ``save_pretrained``. Not for a whole nested state.
-        rules: make a key map, in place of ``key_map``.
+        key_map: from names in the source to names in the destination, as for ``save_pretrained``. Not for a whole
+            nested state.
+        rules: rules from which a key map is made, in place of ``key_map``.
         config: for ``config.json``; only for safetensors.
         max_shard_size: as for ``save_pretrained``.
 
@@ -117,7 +120,7 @@ def convert_checkpoint(
         ValueError: something cannot be stored in this form, or an argument does not fit the source.
         OSError: the destination cannot be written.
 
-    Nothing is left in any of these cases.
+    After an error nothing is left of the destination.
     """
     place, target = store_of(source), store_of(destination)
     path = target.path

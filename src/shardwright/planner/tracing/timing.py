@@ -1,4 +1,4 @@
-"""Operations of traced steps, run again on real tensors to measure their times.
+"""Operations of traced steps, run again on real tensors to measure their times, and times of collectives.
 
 A traced step names every operation with the shapes, strides and dtypes of its tensors. Here such an operation gets
 tensors of its own and runs again and again. Nothing here knows models or configurations.
@@ -6,16 +6,19 @@ tensors of its own and runs again and again. Nothing here knows models or config
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.engine.comm import Communicator, plan_division
 from shardwright.engine.compat import TorchDispatchMode, dispatches, infers_shapes
 from shardwright.planner.program import AFTER_OPTIMIZER, HOST, OPTIMIZER, Kernel
 from shardwright.planner.tracing.recorder import ProgramRecorder
@@ -27,7 +30,6 @@ MOST_SETS = 16
 IN_STEPS = ("forward", "backward", OPTIMIZER, AFTER_OPTIMIZER)  #: phases
 SAMPLES = 5  #: of each measurement, of which the median counts
 SECONDS = 2e-3  #: of a sample at least
-GPU_SECONDS = 1e-3  #: by which the host queues a sample earlier than a GPU begins it
 
 
 class _Form(NamedTuple):
@@ -256,3 +258,39 @@ def anchor(timer: Timer) -> tuple[float, float]:
     return timer.repeated(lambda: torch.mm(product, product)), timer.repeated(
         lambda: torch.add(row, row, out=result)
     )
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+#: Bytes of the tensors among which repeated collectives change: a step comes back to a parameter after as many.
+MOVED = 128 << 20
+
+
+def time_collectives(
+    sizes: Sequence[int], device: torch.device, timer: Timer, into: dict[str, dict[int, list[float]]]
+) -> None:
+    """Add seconds of gathers, reductions and sums of so many whole bytes to lists by kind and bytes; all ranks call."""
+    communicator = Communicator(dist.group.WORLD, device)
+    ranks = communicator.world_size
+    division = plan_division(torch.float32, ranks, None)
+
+    def gather(whole: torch.Tensor, part: torch.Tensor) -> None:
+        communicator.all_gather([whole.view(torch.uint8)], [part.view(torch.uint8)]).wait()
+
+    def scatter(whole: torch.Tensor, part: torch.Tensor) -> None:
+        communicator.reduce_scatter([part], [whole], division).wait()
+
+    def reduce(whole: torch.Tensor, part: torch.Tensor) -> None:
+        communicator.all_reduce(whole, division).wait()
+
+    for nbytes in sizes:
+        count = max(2, min(MOST_SETS, MOVED // nbytes))
+        sets = [(torch.ones(nbytes // 4, device=device), torch.ones(nbytes // 4 // ranks, device=device))
+                for _ in range(count)]  # fmt: skip
+        for name, call in (("gather", gather), ("scatter", scatter), ("reduce", reduce)):
+            samples = []
+            for i in range(count + (4 if nbytes > 1 << 25 else 9 if nbytes > 1 << 20 else 25)):
+                dist.barrier()
+                samples.append(timer.once(functools.partial(call, *sets[i % count])))
+            into[name].setdefault(nbytes, []).append(statistics.median(samples[count:]))
