@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.format.index import UnknownVersion as UnknownVersion
     from shardwright.checkpoint.format.nested import nested as nested
     from shardwright.checkpoint.load.checkpoints import StoredForm as StoredForm
+    from shardwright.checkpoint.pretrained.files import FileTensor as FileTensor, open_stored as open_stored
     from shardwright.checkpoint.pretrained.key_maps import (
         Joined as Joined,
         KeyMap as KeyMap,
         Slice as Slice,
         Stacked as Stacked,
+        TensorSource as TensorSource,
         Transposed as Transposed,
     )
     from shardwright.checkpoint.pretrained.load_pretrained import (
@@ -76,12 +78,10 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.pretrained.conversions import stored_key_map, transformers_key_map
     from shardwright.checkpoint.pretrained.files import (
         SAFETENSORS_INDEX,
-        FileTensor,
         abbreviated,
-        open_stored,
         write_json,
     )
-    from shardwright.checkpoint.pretrained.key_maps import Rule, TensorSource, source_of
+    from shardwright.checkpoint.pretrained.key_maps import Rule, source_of
     from shardwright.checkpoint.pretrained.model import ModelTensor, ranks_of, tensors_of
     from shardwright.checkpoint.pretrained.save_pretrained import write_model, write_stored_model
     from shardwright.checkpoint.pretrained.stored_model import bytes_of, stored_model_of

@@ -49,16 +49,6 @@ def clip_grad_norm_(
     return _clip(parameters, max_norm, norm_type, error_if_nonfinite).total
 
 
-def clip_finite_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float
-) -> torch.Tensor:
-    """As :func:`clip_grad_norm_`, but gradients stay as they are if their norm is not finite.
-
-    Scaled by such a norm, all of them would be nan, and none could be named.
-    """
-    return _clip(parameters, max_norm, only_finite=True).total
-
-
 NO_UNIT = "outside of all units"
 """The name that stands for the unit of parameters which have none."""
 
@@ -84,21 +74,31 @@ class ParameterNorms(NamedTuple):
         return {unit: math.hypot(*values) for unit, values in parts.items()}
 
 
-def clip_finite_with_units(
-    parameters: Iterable[torch.Tensor], max_norm: float
-) -> tuple[torch.Tensor, ParameterNorms]:
-    """As :func:`clip_finite_grad_norm_`, with the norms of all gradients. It has the same collectives and no more."""
+def clip_finite_grad_norm_(
+    parameters: Iterable[torch.Tensor], max_norm: float, *, by_unit: bool = False
+) -> tuple[torch.Tensor, ParameterNorms | None]:
+    """Clip as :func:`clip_grad_norm_`, but leave gradients as they are if their norm is not finite.
+
+    Scaled by such a norm, all gradients would be nan, and nobody could find the wrong one.
+
+    Args:
+        parameters, max_norm: as for :func:`clip_grad_norm_`, with the same collectives.
+        by_unit: return the norms of all gradients, too, with the names of their units.
+
+    Returns:
+        The norm before, and the norms of which it is made, or None unless ``by_unit``.
+    """
     parameters = list(parameters)
     clipped = _clip(parameters, max_norm, only_finite=True)
+    if not by_unit:
+        return clipped.total, None
     units: dict[int, str] = {}  # by the tensor of the gradient
     for p in parameters:
         if (gradient := p.grad) is not None:
             unit = unit_of(p)
             units[id(getattr(gradient, "_local_tensor", gradient))] = NO_UNIT if unit is None else unit.name
-    order = list(dict.fromkeys(units.values()))
-    return clipped.total, ParameterNorms(
-        clipped.norms, [units[id(each)] for each in clipped.gradients], order
-    )
+    names = [units[id(each)] for each in clipped.gradients]
+    return clipped.total, ParameterNorms(clipped.norms, names, list(dict.fromkeys(units.values())))
 
 
 class _Clipped(NamedTuple):
