@@ -217,7 +217,7 @@ class LossInForward:
 
     @contextmanager
     def computing(self, function: Callable[[Any], Any]) -> Iterator[None]:
-        """Inside the context the model returns ``function(returned)`` for what it would return."""
+        """Let the model return ``function(returned)`` inside this context, in place of ``returned``."""
         self._function = function
         try:
             yield

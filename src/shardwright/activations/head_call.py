@@ -87,7 +87,7 @@ _piece: Piece | None = None
 
 
 def piece_of_call() -> Piece | None:
-    """Return the rows that the head computes now; None: its whole input. A row is a token, in the order of the input.
+    """Return the rows that the head computes now, or None if it computes all. A row is a token, in the input's order.
 
     Random numbers that depend on a token's place, as those of dropout in an adapter, need it.
     """
@@ -129,7 +129,7 @@ def _cast(dtype: torch.dtype, module: nn.Module, args: Any, logits: Tensor) -> T
 
 @contextmanager
 def _attributes(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
-    """Inside the context the module has these attributes; None: not this one."""
+    """Give the module these attributes inside this context. An attribute whose value is None is taken away."""
     attributes = module.__dict__
     before = {name: attributes.get(name) for name in values}
     _set(attributes, values)

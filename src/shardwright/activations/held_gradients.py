@@ -73,8 +73,10 @@ class HeldGradients:
             self._aliases = []
 
     def place_of(self, alias: Tensor) -> int | None:
-        """Return the number of the sum that belongs to the alias of a matrix; None: to none, or autograd must add to
-        it."""
+        """Return the number of the sum that belongs to the alias of a matrix.
+
+        None: no sum belongs to it, or autograd must add to it.
+        """
         plain = type(alias) in (Tensor, nn.Parameter) and alias.ndim == 2
         return next((i for i, each in enumerate(self._aliases) if each is alias), None) if plain else None
 

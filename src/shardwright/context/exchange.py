@@ -17,10 +17,10 @@ from shardwright.context.split import Split
 
 
 def copies_of_heads(heads: int, shared_heads: int, ranks: int) -> int:
-    """Return the copies of each key and value head to send, so that every rank gets as many, and those its query heads
-    need.
+    """Return how often each key and value head must be sent, so that all ranks get the same number of them.
 
-    `ranks` divides `heads`, of which each shared head has as many.
+    Each rank must get the heads that its query heads need. `ranks` divides `heads`, the number of query heads, which
+    share `shared_heads` evenly.
     """
     if shared_heads % ranks == 0:
         return 1
@@ -35,7 +35,7 @@ def repeated(x_BSHK: Tensor, copies: int) -> Tensor:
 
 
 def to_heads(split: Split, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """From [B, S / ranks, H, K] to [B, S, H / ranks, K] of each tensor: heads in rank order. H and K may differ."""
+    """Return each tensor [B, S / ranks, H, K] as [B, S, H / ranks, K], heads in rank order. H and K may differ."""
     ranks = split.ranks
     widths = [t.shape[2] // ranks * t.shape[3] for t in tensors]
     # [ranks, B, S / ranks, H / ranks * K]
@@ -47,7 +47,7 @@ def to_heads(split: Split, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_tokens(split: Split, x_BSHK: Tensor) -> Tensor:
-    """From [B, S, H / ranks, K] to [B, S / ranks, H, K]: the inverse of `to_heads`."""
+    """Return a tensor [B, S, H / ranks, K] as [B, S / ranks, H, K]: the way back from `to_heads`."""
     ranks = split.ranks
     sent = x_BSHK.unflatten(1, (ranks, -1)).movedim(1, 0)
     received = RowExchange.apply(sent, [1] * ranks, [1] * ranks, split.group)
@@ -55,7 +55,7 @@ def to_tokens(split: Split, x_BSHK: Tensor) -> Tensor:
 
 
 def gathered(split: Split, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """From [B, S / ranks, H, K] to [B, S, H, K] of each tensor, which have equal H; K may differ."""
+    """Return each tensor [B, S / ranks, H, K] as [B, S, H, K]. All have the same H; K may differ."""
     widths = [t.shape[3] for t in tensors]
     rows = RowGather.apply(torch.cat(list(tensors), dim=-1).unsqueeze(0), split.group)
     return list(rows.movedim(0, 1).flatten(1, 2).split(widths, dim=-1))

@@ -164,7 +164,7 @@ def in_use() -> Split | None:
 
 @contextmanager
 def within(split: Split | None) -> Iterator[None]:
-    """Make a split the current one of this thread; None: there is none."""
+    """Make a split the current one of this thread, or with None let it have none."""
     before, _in_use.split = _in_use.split, split
     try:
         yield

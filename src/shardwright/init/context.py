@@ -162,7 +162,7 @@ def _settled(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
-    """If a constructor sets a default device, it names this device, even if it is the CPU."""
+    """Return a function that notes that the constructor named a device by setting the default, even the CPU."""
 
     def set_default_device(device: Any) -> None:
         original(device)

@@ -172,7 +172,7 @@ class OperationRecorder:
                 stream.resume(ends[stream], last)
 
     def _resolve(self, stream: GeneratorStream) -> None:
-        """If a generator got another generator's placeholder, give it the state that the placeholder represents."""
+        """Give a generator that got another one's placeholder the state that the placeholder stands for."""
         if (origin := self.streams.origin_of(stream)) is not None:
             other, entry = origin
             with self.paused():

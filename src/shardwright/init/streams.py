@@ -133,7 +133,7 @@ class GeneratorStreams:
             place.stream.go_back(place)
 
     def origin_of(self, stream: GeneratorStream) -> tuple[GeneratorStream, Entry] | None:
-        """If this generator got a placeholder of another stream: that stream and the placeholder's entry."""
+        """Return the other stream whose placeholder this generator got, and the placeholder's entry; else None."""
         if stream.knows():
             return None
         for other in self._streams.values():

@@ -22,7 +22,7 @@ from shardwright.engine.compat import outside_dispatch_modes
 from shardwright.optim.kept import Kept, prepared
 
 #: Elements of one pass. Each needs about 30 bytes beside the state. On a CPU they must fit into its caches: four times
-#: as many took four times as long per element. On other devices they must hide the cost of kernel launches.
+#: elements took four times as long for each. On other devices they must hide the cost of kernel launches.
 CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 22
 

@@ -116,7 +116,7 @@ class CallsInBackward:
         ]
 
     def keep(self, called: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """After the first call: use the counters of its groups for the whole step."""
+        """Use the counters that the first call has left in its groups for the whole step."""
         if self._called:
             return
         self._called = True

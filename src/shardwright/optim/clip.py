@@ -203,7 +203,7 @@ def _clip(
 def _fingerprints(
     parameters: Iterable[torch.Tensor], units: Iterable[Unit]
 ) -> dict[dist.ProcessGroup, tuple[int, int]]:
-    """For each axis, the number of the gradients on it, cut or replicated, and a hash of their places in the order."""
+    """Return, for each axis, how many gradients it cuts or replicates, and a hash of their places in the order."""
     groups_of: dict[int, tuple[dist.ProcessGroup | None, ...]] = {}
     places: dict[int, tuple[int, int]] = {}
     for unit in units:

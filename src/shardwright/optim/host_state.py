@@ -99,7 +99,7 @@ class HostState:
 
     @torch.no_grad()
     def give_back(self, state: TensorStates) -> defaultdict[Any, dict[str, Any]]:
-        """After the step: begin to copy to the host, and return ``state`` with the host tensors.
+        """Begin to copy a part's state to the host after its step, and return ``state`` with the host's tensors.
 
         Raises:
             ValueError: the optimizer keeps some of its state on another device, or as a tensor of its own class.
@@ -250,7 +250,7 @@ def loaded(values: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
 
 
 def host_of_state(p: torch.Tensor) -> Host | None:
-    """Return the host that stores the state of this parameter between steps. None: the parameter's device stores it."""
+    """Return the host that stores this parameter's state between steps, or None if the parameter's device does."""
     unit = unit_of(p)
     return unit.state_host if unit is not None else None
 

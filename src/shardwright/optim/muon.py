@@ -148,7 +148,7 @@ class Muon(Optimizer):
         )
 
     def shard_updates(self, p: torch.Tensor) -> Updates | None:
-        """Functions that divide the step on a matrix, so that only its update travels. None: the step is whole."""
+        """Return functions that divide the step on a matrix, so that only its update travels; None for a whole step."""
         return muon_updates(p) if self.shard_needs(p) == "tensor" else None
 
     def shard_cost(self, p: torch.Tensor) -> float:

@@ -226,7 +226,7 @@ class CachingAllocator:
         self._searches = 0  #: of large blocks
 
     def rounded(self, nbytes: int) -> int:
-        """Return the size of a block for so many bytes."""
+        """Return the size of a block for a number of bytes."""
         divisions = self.rules.divisions
         if divisions > 1 and nbytes > UNIT * divisions:
             power = 1 << (nbytes.bit_length() - 1)

@@ -41,7 +41,7 @@ def folder() -> Path:
 
 @without_collections()
 def load(key: str) -> Program | None:
-    """Return the program that was stored for a key; None: there is none that can be read."""
+    """Return the program that was stored for a key, or None if there is none that can be read."""
     path = _path(key)
     try:
         digest, _, content = path.read_bytes().partition(b"\n")

@@ -73,7 +73,7 @@ class Measured:
         return interpolated(self._points(kernel), work.nbytes)
 
     def collective(self, name: str, nbytes: float, ranks: int) -> float:
-        """Return the time of a collective of so many whole bytes; NCCL's rings are assumed between GPUs."""
+        """Return the time of a collective whose whole has ``nbytes``. NCCL's rings are assumed between GPUs."""
         kind = kind_of_collective(name)
         seconds = interpolated(self.collectives[kind], nbytes)
         if (
@@ -108,7 +108,7 @@ class Measured:
         return points
 
     def _by_sizes(self, kernel: Kernel, work: Work) -> float:
-        """From the rates of the nearest sizes: of the operation and dtype, else of the dtype, else of any."""
+        """Return the seconds by the rates of the nearest sizes: for the operation and dtype, the dtype, or any."""
         points = self._same_dtype(kernel, work)
         if not points:
             points = [point for rows in self._like(kernel, work).values() for point in rows]
@@ -148,8 +148,11 @@ def rate_of(points: Sequence[Point], work: Work) -> float:
 
 
 def interpolated(points: Sequence[Point], nbytes: float) -> float:
-    """Return the seconds at so many bytes: between two points on a line of logarithms, below the first one its seconds,
-    above the last one its rate. ``points``: sorted, with different bytes."""
+    """Return the seconds for a number of bytes, from points that are sorted and have different bytes.
+
+    Between two points it is on the line between their logarithms. Below the first point it has that point's seconds,
+    and above the last one that point's rate.
+    """
     below = [point for point in points if point[0] <= nbytes]
     if not below:
         return points[0][1]

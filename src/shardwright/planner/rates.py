@@ -92,7 +92,7 @@ class Rates:
         return cls(figures, {name: span.likely for name, span in ranges_of(figures).items()}, ranks)
 
     def with_share(self, name: str, value: float) -> Rates:
-        """Return the same with another share."""
+        """Return these rates with another value of one share."""
         return replace(self, shares={**self.shares, name: value})
 
     @property

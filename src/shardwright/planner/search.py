@@ -17,7 +17,7 @@ Keys = tuple[tuple[str, str], ...]
 """Keys of a configuration, as SECTION.KEY, and the texts of their values."""
 Point = tuple[int, ...]
 Later = Callable[[], "Found | None"]
-"""Waits for a plan; None: the settings do not go together."""
+"""A function that waits for a plan and returns it, or None if the settings do not go together."""
 Plan = Callable[[Keys], Later]
 """Begins the plan of some settings."""
 #: Plans that are made at a time if nobody says how many: more of them are often plans that others make needless.
@@ -282,7 +282,7 @@ def _larger(axes: Sequence[Axis], one: Point, other: Point) -> bool:
 
 
 def fastest(plans: Iterable[Found | None]) -> Found | None:
-    """Return the fastest plan that fits; None: none does."""
+    """Return the fastest plan that fits, or None if none does."""
     fitting = [each for each in plans if each is not None and each.fits]
     return min(fitting, key=lambda each: each.seconds, default=None)
 

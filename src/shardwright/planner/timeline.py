@@ -127,7 +127,7 @@ class Step:
 
     @classmethod
     def of(cls, program: Program, with_memory: bool = False) -> Step:
-        """``with_memory``: with allocations, frees and phases, for a recording.
+        """Return the last step of a program. ``with_memory``: with allocations, frees and phases, for a recording.
 
         Raises ValueError if the program makes no second step.
         """

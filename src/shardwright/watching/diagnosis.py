@@ -1,4 +1,4 @@
-"""Verdicts on ranks that do not go on, from what was seen of each rank. All functions here are pure."""
+"""Verdicts on ranks that do not go on, from what was seen of each one. All functions here are pure."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Diagnosis:
 def diagnose(
     seen: Sequence[Seen], stall_seconds: float, key: str = "stall_seconds", strict: bool = False
 ) -> Diagnosis | None:
-    """Return the verdict on the ranks now. None: they go on, or may still go on.
+    """Return the verdict on the ranks now, or None if they go on, or may still go on.
 
     Args:
         seen: every rank of the job.

@@ -220,7 +220,7 @@ class HeartbeatReader:
         return state_of(self.pid)
 
     def answers(self, within: float) -> bool | None:
-        """Return whether a thread of the process ran in the last ``within`` seconds. None: it has no such thread."""
+        """Return whether a thread ran in the last ``within`` seconds, or None if the process has no such thread."""
         beat = self._word(heartbeat.HEARTBEAT_AT)
         if not beat:
             return None

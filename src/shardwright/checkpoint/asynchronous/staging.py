@@ -40,7 +40,7 @@ class SharedMemory:
         self._locked = False
 
     def reserve(self, nbytes: int) -> None:
-        """Let the memory have at least so many bytes.
+        """Enlarge the memory to at least ``nbytes``.
 
         Raises:
             OSError: the system has not enough memory.

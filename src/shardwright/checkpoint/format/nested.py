@@ -22,7 +22,7 @@ from shardwright.checkpoint.format.values import DEEPEST
 from shardwright.engine import ascends
 from shardwright.engine.compat import boxes_to_load, boxes_to_save
 
-#: A chunk in a file holds at most so many bytes. Each thread of a save and of a load copies one at a time.
+#: the most bytes of a chunk in a file. Each thread of a save and of a load copies one chunk at a time.
 CHUNK_BYTES = 32 << 20
 
 

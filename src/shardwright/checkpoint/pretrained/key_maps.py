@@ -59,7 +59,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Joined:
-    """Sources one after the other along ``dim``, as ``torch.cat`` makes it. ``sizes`` along it; None: equal ones."""
+    """Sources one after the other along ``dim``, as ``torch.cat`` makes it. Without ``sizes`` all are equally long."""
 
     sources: tuple[TensorSource, ...]
     dim: int = 0
@@ -74,7 +74,8 @@ class Joined:
 
 
 TensorSource: TypeAlias = "str | Transposed | Slice | Stacked | Joined"
-#: From a name in the model to the stored place of the tensor. A mapping may leave out equal names. None: not stored.
+#: from a name in the model to the stored place of the tensor, or to None if it is not stored. A mapping may leave out
+#: tensors that are stored under their own names.
 KeyMap: TypeAlias = "Mapping[str, TensorSource | None] | Callable[[str], TensorSource | None]"
 
 
@@ -216,7 +217,10 @@ def pieces_of(source: TensorSource, tensor: Tensor) -> Iterator[Piece]:
 
 
 class Rule(NamedTuple):
-    """A name with any number of stars, which stand for any text, and the new name with as many; "": not stored."""
+    """A name with stars, each of which stands for any text, and the new name with the same number of stars.
+
+    An empty new name says that the tensor is not stored.
+    """
 
     old: str
     new: str

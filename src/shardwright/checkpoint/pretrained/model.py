@@ -140,7 +140,7 @@ def allocate(entry: ModelTensor, device: torch.device) -> ModelTensor:
 
 
 def aliases_of(model: nn.Module, tensors: list[ModelTensor]) -> dict[str, str]:
-    """For tensors without values that no unit owns: the name of another tensor over the same memory."""
+    """Return, by the name of each tensor without values that no unit owns, the name of another one over its memory."""
     unset = [entry for entry in tensors if entry.unit is None and not entry.has_values]
     own = {id(entry.tensor) for entry in tensors}
     viewers = [(entry.name, entry.tensor) for entry in unset]

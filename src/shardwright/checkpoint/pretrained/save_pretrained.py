@@ -231,7 +231,7 @@ def _plan(
 
 
 def _files(stored: StoredModel, limit: int) -> dict[str, list[str]]:
-    """Return the keys of each file, in their order, as many as fit."""
+    """Return the keys of each file, in the order of the model. A file has as many as fit into ``limit`` bytes."""
     files: list[list[str]] = [[]]
     size = 0
     for key in stored.keys:

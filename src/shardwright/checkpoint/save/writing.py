@@ -221,7 +221,7 @@ def _pickled_values(flat: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, tupl
 
 
 def _plain(value: Any) -> Any:
-    """Without classes of other libraries, which torch's reader would have to import."""
+    """Return a value without classes of other libraries, which torch's reader would have to import."""
     if isinstance(value, torch.Size):
         return value
     if isinstance(value, (list, tuple)):

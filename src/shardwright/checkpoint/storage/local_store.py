@@ -29,7 +29,7 @@ _AT_FDCWD, _EXCHANGE = -100, 2
 
 
 class LocalPlace(LocalFiles, ABC):
-    """A name in a folder under which a save puts what it has written. A subclass says what it is a place of."""
+    """A path at which a save puts what it has written. A subclass says what may be there and be replaced."""
 
     @abstractmethod
     def check_free(self, overwrite: bool) -> None:
@@ -42,7 +42,7 @@ class LocalPlace(LocalFiles, ABC):
         )
 
     def recover(self) -> None:
-        """Finish what a crash has interrupted: what was being replaced gets its name back."""
+        """Finish what a crash has interrupted: give a folder that was being replaced its name back."""
         old = _old(self.path)
         if os.path.lexists(self.path) or not self.may_be_replaced(old):
             return
@@ -183,7 +183,7 @@ class LocalStore(LocalPlace):
             raise PermissionError(f"{self.path} cannot be written: this process may not write in {there}")
 
     def remove_unfinished(self) -> None:
-        """As far as that is possible."""
+        """Remove what killed saves have left here, as far as that is possible."""
         with contextlib.suppress(OSError):
             for left in self.path.glob(".*.partial"):
                 if left.is_dir():

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class StoreError(OSError):
-    """A store did not do what was asked for. The message is one line."""
+    """Raised if a store did not do what was asked for. The message is one line."""
 
 
 class ObjectsBelow:
@@ -209,7 +209,7 @@ class ObjectFiles:
         return ObjectReader(self.objects, name)
 
     def identity(self, name: str) -> None:
-        """None: no save writes an object of another one, except for what the digests in index.json tell apart."""
+        """Return None, because two saves write no objects of the same name, except ones that digests tell apart."""
 
     def drop_from_cache(self, name: str) -> None:
         """Nothing: objects have no such cache."""

@@ -244,7 +244,7 @@ def _nbytes(entry: ModelTensor, stored: StoredModel) -> int:
 
 
 def _gathering(entry: ModelTensor, stored: StoredModel) -> int:
-    """At most this many bytes are needed while a tensor is gathered, its result included. Equal on all ranks."""
+    """Return the most bytes that a tensor takes while it is gathered, its result included. Equal on all ranks."""
     tensor, itemsize = entry.tensor, stored.stored_dtype(entry.tensor).itemsize
     size = tensor.numel() * itemsize
     if isinstance(tensor, RaggedTensor):

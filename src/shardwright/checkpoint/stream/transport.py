@@ -229,7 +229,7 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 @contextlib.contextmanager
 def _connected() -> Iterator[None]:
-    """Say what it means if the connection breaks."""
+    """Turn the error of a broken connection into one that says what it means."""
     try:
         yield
     except ConnectionError as error:

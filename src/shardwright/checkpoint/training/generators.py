@@ -147,7 +147,7 @@ class GeneratorsToLoad(SectionToLoad):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, ranks: RankGroup) -> Self | None:
-        """None: the checkpoint has no generators. Raises ValueError: there is no memory for their states."""
+        """Return the section, or None if the checkpoint has none. Raises ValueError if there is no memory for it."""
         saved, name = stored_by(checkpoint.tensors, ranks)
         if not saved:
             return None

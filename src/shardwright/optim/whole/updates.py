@@ -50,7 +50,7 @@ def updates_of(optimizer: Optimizer) -> Callable[[torch.Tensor], Updates | None]
 
 
 def muon_updates(p: torch.Tensor) -> Updates | None:
-    """Updates of ``torch.optim.Muon`` in bfloat16, the dtype of its iterations. None: step the parameter whole.
+    """Return updates of ``torch.optim.Muon`` in bfloat16, the dtype of its iterations, or None to step ``p`` whole.
 
     For a bfloat16 parameter torch's CPU kernel rounds the sum of parameter and update in other ways in its vector loop
     and after it. So a part of the sum differs from the sum of the parts. In wider dtypes they are equal.

@@ -86,7 +86,7 @@ class Device:
     node: int = 0
 
     def ranks_of_node(self, ranks: int) -> int:
-        """Return the largest number of ranks that share a host, in a job of so many ranks."""
+        """Return the largest number of ranks that share a host, in a job of ``ranks`` ranks."""
         return min(ranks, self.node or ranks)
 
 

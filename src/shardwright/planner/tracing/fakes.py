@@ -446,7 +446,7 @@ def untouched(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 
 
 def unallocated(nbytes: int) -> torch.UntypedStorage:
-    """Return a storage of so many bytes whose memory nobody touches, also if this machine has less."""
+    """Return a storage of ``nbytes`` whose memory nobody touches, which may be more than this machine has."""
     return _addresses(nbytes, f"{nbytes:,} bytes").untyped_storage()
 
 
@@ -461,10 +461,10 @@ def map_large_blocks() -> None:
 
 
 def _addresses(nbytes: int, words: str) -> Tensor:
-    """Return a tensor of so many bytes that have addresses and no memory, which a write would allocate page by page.
+    """Return a tensor of bytes that have addresses and no memory. A write would allocate memory page by page.
 
     Raises:
-        ValueError: the system has not so many addresses.
+        ValueError: the system has too few addresses.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if sys.platform == "linux" else 0)
     try:

@@ -48,7 +48,7 @@ class Contents:
     """
 
     def __init__(self, block_of: Callable[[torch.Tensor], int | None]) -> None:
-        """``block_of``: the block of a tensor; None: it has none."""
+        """Begin an empty program. ``block_of`` returns the block of a tensor, or None if it has none."""
         self.constants: set[int] = set()
         self._unknown: set[int] = set()
         self._computed: set[int] = set()
@@ -167,7 +167,7 @@ class ProgramRecorder:
         self._alive[key] = weakref.ref(storage, died)
 
     def block_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the block of the tensor's storage; None: it has none."""
+        """Return the block of the tensor's storage, or None if it has none."""
         return self._blocks.get(tensor.untyped_storage()._cdata)
 
     def resized(self, storage: torch.UntypedStorage) -> None:

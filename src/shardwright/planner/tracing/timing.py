@@ -186,7 +186,7 @@ class Timer:
         self._product: Tensor | None = None
 
     def operation(self, operation: Operation) -> float | None:
-        """Return the seconds of an operation. None: it does not run alone on such tensors."""
+        """Return the seconds of an operation, or None if it does not run alone on such tensors."""
         nbytes = max(operation.kernel.nbytes, 1)
         count = min(MOST_SETS, -(-ROTATED[self.device.type] // nbytes))
         try:
@@ -263,14 +263,22 @@ def anchor(timer: Timer) -> tuple[float, float]:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-#: Bytes of the tensors among which repeated collectives change: a step comes back to a parameter after as many.
+#: bytes of all tensors that repeated collectives take in turn, as a step takes its parameters, so that none is in a
+#: cache when it is its turn again
 MOVED = 128 << 20
 
 
 def time_collectives(
     sizes: Sequence[int], device: torch.device, timer: Timer, into: dict[str, dict[int, list[float]]]
 ) -> None:
-    """Add seconds of gathers, reductions and sums of so many whole bytes to lists by kind and bytes; all ranks call."""
+    """Measure gathers, reductions and sums, and add their seconds to lists by kind and bytes. Every rank must call it.
+
+    Args:
+        sizes: bytes of the whole tensors.
+        device: of the tensors.
+        timer: measures one call.
+        into: the lists.
+    """
     communicator = Communicator(dist.group.WORLD, device)
     ranks = communicator.world_size
     division = plan_division(torch.float32, ranks, None)
