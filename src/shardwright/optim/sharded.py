@@ -7,6 +7,7 @@ that an optimizer needs whole.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -115,10 +116,7 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
             "fully_shard got, and call fully_shard before fully_shard_optimizer."
         )
     with _parameters_in_groups(optimizer, groups):
-        needs_of_parameters = check(optimizer.param_groups, companion.needs)
-        _check_state_per_block(optimizer, needs_of_parameters)
-        _choose_owners(companion, needs_of_parameters, cost_of(optimizer))
-    _choose_places(companion, needs_of_parameters)
+        _take_up(optimizer, companion, optimizer.param_groups)
     _follow(optimizer, groups, became, companion.whole)
     _move_to_host(optimizer, companion)
     companion.objects = count_of_objects()
@@ -127,7 +125,7 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
         return optimizer  # type: ignore[return-value]
     optimizer.__dict__[COMPANION] = companion
     vars(optimizer).pop("step", None)  # a scheduler's wrapper; the class's own step replaces it
-    optimizer.__class__ = _sharded_class(type(optimizer))
+    optimizer.__class__ = _sharded_class(type(optimizer))  # type: ignore[arg-type]
     optimizer.register_state_dict_post_hook(_state_as_dtensors)
     optimizer.register_load_state_dict_post_hook(_state_as_ragged)
     return optimizer
@@ -218,6 +216,14 @@ def _follow(
                     cut = unit.managed(new).cut
                     value = cut.wrap(cut.part_of(value).clone(memory_format=torch.contiguous_format))
             optimizer.state[new][key] = value
+
+
+def _take_up(optimizer: Any, companion: ShardedCompanion, groups: list[dict[str, Any]]) -> None:
+    """Check the parameters of groups, and choose where they are stepped and where their state is."""
+    needs_of_parameters = check(groups, companion.needs)
+    _check_state_per_block(optimizer, needs_of_parameters)
+    _choose_owners(companion, needs_of_parameters, cost_of(optimizer))
+    _choose_places(companion, needs_of_parameters)
 
 
 def _check_state_per_block(optimizer: Any, needs_of_parameters: list[tuple[str, torch.Tensor, Need]]) -> None:
@@ -498,11 +504,7 @@ class _ShardedStep:
         before = len(self.param_groups)
         super().add_param_group(param_group)  # type: ignore[misc]
         try:
-            companion = sharded_companion(self)
-            needs_of_parameters = check(self.param_groups[before:], companion.needs)
-            _check_state_per_block(self, needs_of_parameters)
-            _choose_owners(companion, needs_of_parameters, cost_of(self))  # type: ignore[arg-type]
-            _choose_places(companion, needs_of_parameters)
+            _take_up(self, sharded_companion(self), self.param_groups[before:])
         except BaseException:
             del self.param_groups[before:]
             raise
@@ -551,10 +553,6 @@ def _kind_of(optimizer: Any) -> type:
     return classes[classes.index(_ShardedStep) + 1]
 
 
-_classes: dict[type, type] = {}
-
-
+@functools.cache
 def _sharded_class(kind: type) -> type:
-    if kind not in _classes:
-        _classes[kind] = type(f"Sharded{kind.__name__}", (_ShardedStep, kind), {})
-    return _classes[kind]
+    return type(f"Sharded{kind.__name__}", (_ShardedStep, kind), {})

@@ -31,6 +31,7 @@ from shardwright.planner.program import (
     Owner,
     Program,
     Wait,
+    numbering,
 )
 
 NO_EVENT = -1
@@ -61,7 +62,7 @@ def compose(programs: Sequence[Program], layers: int, wanted: int, edge: int) ->
     Raises:
         Crossing: programs of more layers are needed.
     """
-    words = _Words()
+    words = numbering()
     short, long, *more = (_Read(program, words) for program in programs)
     runs = _runs(short, long)
     if not runs:
@@ -76,16 +77,6 @@ def compose(programs: Sequence[Program], layers: int, wanted: int, edge: int) ->
 # -- reading
 
 
-class _Words:
-    """A number for each text or tuple."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
-
-    def __call__(self, word: Hashable) -> int:
-        return self._numbers.setdefault(word, len(self._numbers))
-
-
 class _Read:
     """A program, with the parts of its events that repeat.
 
@@ -96,7 +87,7 @@ class _Read:
         refers: the index of the event that a ``Free`` or a wait refers to, or ``NO_EVENT``.
     """
 
-    def __init__(self, program: Program, words: _Words) -> None:
+    def __init__(self, program: Program, words: dict[Hashable, int]) -> None:
         self.events = program.events
         self.owners = program.owners
         self.exact: list[int] = []
@@ -140,21 +131,19 @@ class _Read:
         key: Hashable,
         refers: int,
         owners: list[tuple[Hashable, Hashable, Values]],
-        words: _Words,
+        words: dict[Hashable, int],
     ) -> tuple[int, int, Values]:
         """Return an event's exact number, its kind and its values."""
         if isinstance(event, Alloc):
             exact_owner, kind_owner, of_owner = owners[event.owner]
-            exact = words((0, event.nbytes, event.stream, exact_owner))
-            return exact, words((0, event.stream, kind_owner)), (event.nbytes, *of_owner)
+            exact = words[0, event.nbytes, event.stream, exact_owner]
+            return exact, words[0, event.stream, kind_owner], (event.nbytes, *of_owner)
         if isinstance(event, Free):
-            return words(key), words((1, self.kinds[refers])), ()
+            return words[key], words[1, self.kinds[refers]], ()
         if isinstance(event, Kernel):
-            kind = words(
-                (2, event.name, event.stream, event.dtype, event.group, tuple(map(len, event.shapes)))
-            )
-            return words(key), kind, (event.nbytes, *(size for shape in event.shapes for size in shape))
-        return words(key), words(key), ()
+            kind = words[2, event.name, event.stream, event.dtype, event.group, tuple(map(len, event.shapes))]
+            return words[key], kind, (event.nbytes, *(size for shape in event.shapes for size in shape))
+        return words[key], words[key], ()
 
     @staticmethod
     def _owner(owner: Owner) -> tuple[Hashable, Hashable, Values]:

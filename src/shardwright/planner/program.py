@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -103,6 +105,11 @@ class Owner(NamedTuple):
     what: str
     line: str
     shape: str = ""
+
+
+def numbering() -> dict[Hashable, int]:
+    """Return a dict that gives each key that is looked up the next number, from 0."""
+    return defaultdict(itertools.count().__next__)
 
 
 @dataclass

@@ -41,8 +41,7 @@ def transformers_key_map(
     Raises:
         ValueError: a conversion that cannot be done part by part.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+    if not _is_of_transformers(model):
         return None
     try:
         conversion_mapping: Any = importlib.import_module("transformers.conversion_mapping")
@@ -65,8 +64,7 @@ def stored_key_map(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[s
     Raises:
         ValueError: transformers computes values when it stores the model, so its stored tensors are no views.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+    if not _is_of_transformers(model):
         return None
     known = _stored_places.get(model)
     if known is not None and known[0] == shapes:
@@ -106,10 +104,14 @@ _stored_places: weakref.WeakKeyDictionary[
 
 def names_not_stored(model: nn.Module) -> frozenset[str]:
     """Return the tensors that transformers does not save for this model, because its constructor computes them."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+    if not _is_of_transformers(model):
         return frozenset()
     return frozenset(model._keys_to_ignore_on_save or ())  # type: ignore[arg-type]
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 def _as_made(model: Any) -> Any:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.checkpoint.format.boxes import Box, overlap
 from shardwright.checkpoint.pretrained.conversions import names_not_stored, transformers_key_map
@@ -28,7 +27,7 @@ from shardwright.checkpoint.pretrained.model import (
     allocate,
     at_rest,
     mark_loaded,
-    mesh_of,
+    ranks_of,
     tensors_of,
 )
 from shardwright.engine import (
@@ -118,13 +117,13 @@ def load_pretrained(
     """
     refuse_while_deferring("load_pretrained")
     units = units_of(model)
-    mesh = mesh_of(units)
+    ranks = ranks_of(model)
     at_rest(units, "load_pretrained was called")
     patterns = _patterns(allow_missing), _patterns(allow_unexpected)
-    plan: _LoadPlan = RankGroup.of_mesh(mesh).run_own(
+    plan: _LoadPlan = ranks.run_own(
         lambda: _plan(model, path, key_map, *patterns), others_raise=OtherRankFailed
     )
-    _refuse_different_files(mesh, plan)
+    _refuse_different_files(ranks, plan)
     on_meta = (
         torch.device(device)
         if device is not None
@@ -132,19 +131,16 @@ def load_pretrained(
         if units
         else torch.device("cpu")
     )
-    bytes_read = RankGroup.of_mesh(mesh).run_own(
+    bytes_read = ranks.run_own(
         lambda: sum(_fill(load, on_meta) for load in plan.in_order()), others_raise=OtherRankFailed
     )
     return Loaded(plan.missing, plan.unexpected, bytes_read + plan.bytes_compared)
 
 
-def _refuse_different_files(mesh: DeviceMesh | None, plan: _LoadPlan) -> None:
+def _refuse_different_files(ranks: RankGroup, plan: _LoadPlan) -> None:
     """Raise if ranks read copies of a checkpoint that have different tensors."""
-    if mesh is None:
-        return
     stored = plan.loads[0].stored.values() if plan.loads else ()
     forms = sorted((s.key, tuple(s.shape), str(s.dtype)) for s in stored)
-    ranks = RankGroup.of_mesh(mesh)
     ranks.check_equal(
         ranks.all_gather(hash_of((forms, plan.missing)), "states"),
         lambda others, *_: ValueError(

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.format.boxes import Box
@@ -79,15 +78,11 @@ class ModelTensor:
 
 
 def ranks_of(model: nn.Module) -> RankGroup:
-    """Return the ranks that a model is sharded over; of a plain model this process alone."""
-    return RankGroup.of_mesh(mesh_of(units_of(model)))
-
-
-def mesh_of(units: list[Unit]) -> DeviceMesh | None:
-    """Return the mesh of all ranks of a sharded model; None of a plain one."""
+    """Return all ranks that a model is sharded over; of a plain model this process alone."""
+    units = units_of(model)
     meshes = [unit.mesh for unit in units]
     meshes += [p.cut.parallel.rest for unit in units for p in unit.parameters if p.cut.parallel is not None]
-    return max(meshes, key=lambda mesh: mesh.size(), default=None)  # type: ignore[no-any-return]
+    return RankGroup.of_mesh(max(meshes, key=lambda mesh: mesh.size(), default=None))
 
 
 def tensors_of(model: nn.Module) -> list[ModelTensor]:

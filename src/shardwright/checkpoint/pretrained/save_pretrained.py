@@ -25,10 +25,10 @@ from shardwright.checkpoint.pretrained.files import (
 )
 from shardwright.checkpoint.pretrained.folder import ModelFolder
 from shardwright.checkpoint.pretrained.key_maps import KeyMap
-from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
+from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, ranks_of
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
 from shardwright.checkpoint.storage.publishing import publish
-from shardwright.engine import OtherRankFailed, RankGroup, heartbeat, units_of, whole_of
+from shardwright.engine import OtherRankFailed, heartbeat, units_of, whole_of
 
 ReadTensors = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
@@ -106,10 +106,9 @@ def write_model(
         copies: further keys, and for each the key whose tensor is stored under it once more.
         add_files: changes the files in the folder on the first rank, before the folder gets its name.
     """
-    units = units_of(model)
-    at_rest(units, "save_pretrained was called")
+    at_rest(units_of(model), "save_pretrained was called")
     limit = bytes_of(max_shard_size, "max_shard_size")
-    ranks = RankGroup.of_mesh(mesh_of(units))
+    ranks = ranks_of(model)
     plan, place, left = ranks.run_own(
         lambda: (
             _plan(model, key_map, dtype, limit, copies or {}),

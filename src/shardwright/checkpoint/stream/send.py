@@ -16,12 +16,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.pretrained.files import abbreviated
 from shardwright.checkpoint.pretrained.key_maps import KeyMap
-from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
+from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, ranks_of
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
 from shardwright.checkpoint.stream.transport import BucketSink, Header, Here, ToGroup, ToSharedMemory
 from shardwright.engine import (
@@ -106,8 +105,7 @@ def stream_weights(
         TimeoutError: too few consumers came.
     """
     units = units_of(model)
-    mesh = mesh_of(units)
-    ranks = RankGroup.of_mesh(mesh)
+    ranks = ranks_of(model)
     _refuse_in_use(units)
     limit = bytes_of(bucket_bytes, "bucket_bytes")
     patterns = [names] if isinstance(names, str) else None if names is None else list(names)
@@ -120,7 +118,7 @@ def stream_weights(
     sink = ranks.run_own(
         lambda: _sink(ranks.is_first, to, group, share, consumers, timeout), others_raise=OtherRankFailed
     )
-    return _stream(plan, units, mesh, sink, sends)
+    return _stream(plan, units, ranks, sink, sends)
 
 
 def _refuse_different_calls(ranks: RankGroup, call: tuple[object, ...]) -> None:
@@ -291,20 +289,20 @@ def _refuse_in_use(units: list[Unit]) -> None:
 
 
 def _stream(
-    plan: _BucketPlan, units: list[Unit], mesh: DeviceMesh | None, sink: BucketSink, sends: bool
+    plan: _BucketPlan, units: list[Unit], ranks: RankGroup, sink: BucketSink, sends: bool
 ) -> Iterator[dict[str, Tensor]]:
     count = len(plan.buckets)
     sent, stopped = 0, "the loop over stream_weights ended early"
     try:
         for number in range(count):
-            _meet(plan, units, mesh, number)
+            _meet(plan, units, ranks, number)
             bucket, error = _bucket(plan, number, sink)
             if sends or error is not None:
-                RankGroup.of_mesh(mesh if sends else None).stop_after(error)
+                (ranks if sends else RankGroup(alone=True)).stop_after(error)
             sent += 1
             yield bucket
             bucket.clear()
-        _meet(plan, units, mesh, count)
+        _meet(plan, units, ranks, count)
         stopped = ""
     except Exception as failure:
         stopped = f"{type(failure).__name__}: {failure}"
@@ -317,7 +315,7 @@ def _stream(
             sink.close(Header(count, count))
 
 
-def _meet(plan: _BucketPlan, units: list[Unit], mesh: DeviceMesh | None, number: int) -> None:
+def _meet(plan: _BucketPlan, units: list[Unit], ranks: RankGroup, number: int) -> None:
     """Raise on every rank if a rank has changed weights or uses the model."""
     agree_to_gather(units)
 
@@ -331,7 +329,7 @@ def _meet(plan: _BucketPlan, units: list[Unit], mesh: DeviceMesh | None, number:
                 "stream or after it."
             )
 
-    RankGroup.of_mesh(mesh).run_own(check, others_raise=OtherRankFailed)
+    ranks.run_own(check, others_raise=OtherRankFailed)
 
 
 @torch.inference_mode(False)

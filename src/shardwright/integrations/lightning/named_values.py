@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright.checkpoint import StoredForm
+from shardwright.checkpoint import StoredForm, abbreviated
 from shardwright.engine import FSDPModule, RaggedTensor, RankGroup, companion_of, unit_of
 from shardwright.integrations.lightning.models import Forward
 from shardwright.optim import ShardedCompanion, mapped
@@ -106,9 +106,9 @@ class NamedModel(NamedValue):
         mine = self._own = self.to_save()
         problems = []
         if strict and (missing := [name for name in mine if name not in stored]):
-            problems.append(f"missing in the checkpoint: {_names_in_words(missing)}")
+            problems.append(f"missing in the checkpoint: {_quoted(missing)}")
         if strict and (unexpected := [name for name in stored if name not in mine]):
-            problems.append(f"unexpected in the checkpoint: {_names_in_words(unexpected)}")
+            problems.append(f"unexpected in the checkpoint: {_quoted(unexpected)}")
         for name, value in mine.items():
             each = stored.get(name)
             shape = each.shape if isinstance(each, StoredForm) else "no tensor"
@@ -210,7 +210,7 @@ class NamedOptimizer(NamedValue):
             if by_name and (other := set(group) ^ set(here)):
                 raise ValueError(
                     f"Optimizer {self.key!r} was saved with other parameters in a group: "
-                    f"{_names_in_words(sorted(other))}. Build the optimizer with the same groups as at the save."
+                    f"{_quoted(sorted(other))}. Build the optimizer with the same groups as at the save."
                 )
             order = group if by_name else here
             numbers.update({each: number[name] for each, name in zip(group, order, strict=True)})
@@ -281,9 +281,8 @@ def _as_dtensor(value: Any) -> Any:
     return value.as_dtensor() if isinstance(value, RaggedTensor) else value
 
 
-def _names_in_words(names: list[str]) -> str:
-    text = ", ".join(map(repr, names[:10]))
-    return f"{text} and {len(names) - 10} more" if len(names) > 10 else text
+def _quoted(names: list[str]) -> str:
+    return abbreviated(list(map(repr, names)), 10)
 
 
 def agreed_values(state: Mapping[str, Any], ranks: RankGroup) -> dict[str, NamedValue]:

@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from shardwright.common.json_text import strict_json
 from shardwright.planner import (
     Device,
     Program,
     Rules,
     Verdict,
-    as_json,
+    as_values,
     in_gib,
     in_time,
     judge,
@@ -92,7 +93,7 @@ def plan(
     edits = sorted((each for each in edits if _helps(verdict, each[1])), key=_merit)[:EDITS]
     values = {key: config.value_at(key) for key in assumed}
     if json:
-        print(as_json(verdict, edits, values, failed))
+        print(strict_json(as_values(verdict, edits, values, failed), indent=2))
     else:
         for i, row in enumerate(_rows_of_edits(verdict, edits, failed)):
             print(f"{'' if i else 'edits':8} {row}")
