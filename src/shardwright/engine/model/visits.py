@@ -36,6 +36,14 @@ class Visits:
             self._of_call[unit.number] = visit
         return visit
 
+    def apart(self, unit: Unit, listener: Listener, ordered: bool) -> Visit:
+        """A separate visit for uses of the weights without a call. ``ordered``: it gets a place in the order."""
+        return Visit(unit, listener, self._order.left if ordered else [], self._clock.tick())
+
+    def innermost(self) -> Visit | None:
+        """The visit of the innermost running call that has one."""
+        return next((f.visit for f in reversed(self.frames) if f.visit is not None), None)
+
     def around(self, frame: Frame) -> Visit | None:
         """The visit of the innermost call around ``frame`` that has one."""
         for other in reversed(self.frames):
