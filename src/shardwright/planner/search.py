@@ -17,7 +17,7 @@ Keys = tuple[tuple[str, str], ...]
 """Keys of a configuration, as SECTION.KEY, and the texts of their values."""
 Point = tuple[int, ...]
 Later = Callable[[], "Found | None"]
-"""Waits for a plan; None: the settings do not go together."""
+"""A function that waits for a plan and returns it, or None if the settings do not go together."""
 Plan = Callable[[Keys], Later]
 """Begins the plan of some settings."""
 #: Plans that are made at a time if nobody says how many: more of them are often plans that others make needless.
@@ -110,7 +110,7 @@ def search_widely(
         return begin(keys)()
 
     def corner(keys: Keys) -> Found | None:
-        """The plan of the smallest point that fits, or of any, of the first grid that has one."""
+        """Return the plan of the smallest point that fits, or of any, of the first grid that has one."""
         for axes in grids(keys):
             smallest: Found | None = None
             for point in corners(axes):
@@ -122,7 +122,7 @@ def search_widely(
         return None
 
     def fits(keys: Keys) -> bool:
-        """Whether the smallest point fits, or may fit: no grid has a plan of it."""
+        """Return whether the smallest point fits, or may fit: no grid has a plan of it."""
         return bool(grids(keys)) and ((found := corner(keys)) is None or found.fits)
 
     def look(keys: Keys) -> None:
@@ -131,7 +131,7 @@ def search_widely(
                 return
 
     def first(keys: Keys, values: Sequence[Keys]) -> Keys | None:
-        """The first of the values with which a point fits; none if the last one has no such point."""
+        """Return the first of the values with which a point fits; none if the last one has no such point."""
         settings = [each for value in values if grids(each := with_keys(keys, value))]
         return next(filter(fits, settings), None) if settings and fits(settings[-1]) else None
 
@@ -170,14 +170,14 @@ def search_widely(
 
 
 def corners(axes: Sequence[Axis]) -> Iterator[Keys]:
-    """The settings of the points that may take the least memory, the likely one first."""
+    """Yield the settings of the points that may take the least memory, the likely one first."""
     ends = ((axis.values[-1], axis.values[0]) if axis.lone else (axis.values[-1],) for axis in axes)
     for values in itertools.product(*ends):
         yield tuple(pair for keys in values for pair in keys)
 
 
 def with_keys(keys: Keys, other: Keys) -> Keys:
-    """The keys with the values of others, in place of their own."""
+    """Return the keys with the values of others, in place of their own."""
     return tuple({**dict(keys), **dict(other)}.items())
 
 
@@ -276,19 +276,19 @@ def _slower(one: Point, other: Point) -> bool:
 
 
 def _larger(axes: Sequence[Axis], one: Point, other: Point) -> bool:
-    """Whether one point takes more memory than another for certain."""
+    """Return whether one point takes more memory than another for certain."""
     lone = [i for i, axis in enumerate(axes) if axis.lone]
     return _slower(other, one) and all((one[i] == 0) == (other[i] == 0) for i in lone)
 
 
 def fastest(plans: Iterable[Found | None]) -> Found | None:
-    """The fastest plan that fits; None: none does."""
+    """Return the fastest plan that fits, or None if none does."""
     fitting = [each for each in plans if each is not None and each.fits]
     return min(fitting, key=lambda each: each.seconds, default=None)
 
 
 def frontier(plans: Sequence[Found]) -> list[Found]:
-    """The plans that fit and for which no other is both faster and smaller, the fastest first."""
+    """Return the plans that fit and for which no other is both faster and smaller, the fastest first."""
     kept: list[Found] = []
     for each in sorted((each for each in plans if each.fits), key=lambda each: (each.seconds, each.nbytes)):
         if not kept or each.nbytes < kept[-1].nbytes:

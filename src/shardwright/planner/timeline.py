@@ -127,7 +127,7 @@ class Step:
 
     @classmethod
     def of(cls, program: Program, with_memory: bool = False) -> Step:
-        """``with_memory``: with allocations, frees and phases, for a recording.
+        """Return the last step of a program. ``with_memory``: with allocations, frees and phases, for a recording.
 
         Raises ValueError if the program makes no second step.
         """
@@ -157,7 +157,7 @@ class Step:
 
 
 def replay(step: Step, rates: Rates) -> Timeline:
-    """The time of a step."""
+    """Return the time of a step."""
     if not step.offloads:
         return _replay(step, rates)
     found = _replay(step, rates, copies=False, offloaded=False)
@@ -168,12 +168,12 @@ def replay(step: Step, rates: Rates) -> Timeline:
 
 
 def step_seconds(step: Step, rates: Rates) -> float:
-    """The time of a step alone, which is found sooner."""
+    """Return the time of a step alone, which is found sooner."""
     return _replay(step, rates).seconds
 
 
 def record(step: Step, rates: Rates) -> Recording:
-    """The course of a step that was made with its memory."""
+    """Return the course of a step that was made with its memory."""
     recording = Recording()
     _replay(step, rates, recording=recording)
     return recording

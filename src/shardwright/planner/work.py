@@ -53,7 +53,7 @@ _OF_UPDATES = {"_fused_adamw_": 28 / 16, "_fused_adam_": 28 / 16, "_fused_sgd_":
 
 
 def work_of(kernel: Kernel) -> Work:
-    """The work of a kernel."""
+    """Return the work of a kernel."""
     name, shapes = kernel.name, kernel.shapes
     if name.startswith("c10d."):
         return Work("communication", 0, kernel.nbytes)

@@ -88,7 +88,7 @@ def watch(
 
 
 def _default_folder() -> Path:
-    """Each user has one, since nobody else could write into it."""
+    """Return the folder of this user: each user has one, because no other could write into it."""
     return Path(tempfile.gettempdir()) / f"shardwright-hangs-{os.getuid()}"
 
 

@@ -170,7 +170,7 @@ def profiler(
     schedule: Callable[[int], Any] | None = None,
     **options: Any,
 ) -> Profiler:
-    """A context in which torch's profiler traces this rank, with the names of the model's units.
+    """Return a context in which torch's profiler traces this rank, with the names of the model's units.
 
     Each gather, reduction, wait and prefetch is a range, such as ``all-gather of layers.3`` or
     ``wait: reduce-scatter of layers.3``. On a GPU the range also stands above the kernels that were queued in it. At

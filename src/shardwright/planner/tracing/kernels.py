@@ -109,7 +109,7 @@ _plain_rms_norm = F.rms_norm
 def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """One kernel, if the dtypes agree. It saves its input and a number for each row."""
+    """Compute the norm in one kernel, if the dtypes agree. It saves its input and a number for each row."""
     if torch.compiler.is_compiling():  # which makes a kernel of its own of the formula
         return _plain_rms_norm(input, list(normalized_shape), weight, eps)
     if weight is not None and weight.dtype != input.dtype:
@@ -156,7 +156,8 @@ def _grouped_mm(
 
 
 def _lstm(*arguments: Any) -> tuple[Tensor, ...]:
-    """A layer of oneDNN, which keeps gates and states for backward: PyTorch's meta kernel says that it keeps nothing.
+    """Return a layer of oneDNN, which keeps gates and states for backward: PyTorch's meta kernel says that it keeps
+    nothing.
 
     The bytes are those of oneDNN 3 in float32, within 2% from 200 units of the hidden state on.
     """

@@ -48,7 +48,7 @@ class Contents:
     """
 
     def __init__(self, block_of: Callable[[torch.Tensor], int | None]) -> None:
-        """``block_of``: the block of a tensor; None: it has none."""
+        """Begin an empty program. ``block_of`` returns the block of a tensor, or None if it has none."""
         self.constants: set[int] = set()
         self._unknown: set[int] = set()
         self._computed: set[int] = set()
@@ -123,7 +123,7 @@ class ProgramRecorder:
     # -- memory
 
     def take(self, nbytes: int, what: str, group: str = BY_LIFE, line: str = "", module: str = "") -> int:
-        """A new block; returns its number."""
+        """Return a new block; returns its number."""
         owner = Owner(group, module, what, line)
         index = self._owners.setdefault(owner, len(self._owners))
         block = len(self._events)
@@ -167,7 +167,7 @@ class ProgramRecorder:
         self._alive[key] = weakref.ref(storage, died)
 
     def block_of(self, tensor: torch.Tensor) -> int | None:
-        """The block of the tensor's storage; None: it has none."""
+        """Return the block of the tensor's storage, or None if it has none."""
         return self._blocks.get(tensor.untyped_storage()._cdata)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -193,15 +193,17 @@ class ProgramRecorder:
         return bool(self._on_host)
 
     def computes_on_host(self, tensors: Iterable[torch.Tensor], copies: bool) -> bool:
-        """Whether the host computes an operation on these tensors: they are in its memory. Tensors without dimensions
-        may be on either. ``copies``: the operation may write from one memory into the other."""
+        """Return whether the host computes an operation on these tensors: they are in its memory.
+
+        Tensors without dimensions may be on either. ``copies``: the operation may write from one memory into the other.
+        """
         if self._lifts or self.stream == HOST:
             return False
         on_host = self._on_host_of(tensors)
         return any(on_host) and (all(on_host) or not copies)
 
     def are_in_both(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether some tensors are in the host's memory and others in the device's."""
+        """Return whether some tensors are in the host's memory and others in the device's."""
         on_host = self._on_host_of(tensors)
         return any(on_host) and not all(on_host)
 
@@ -209,7 +211,7 @@ class ProgramRecorder:
         return [self.is_on_host(each) for each in tensors if each.ndim]
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in the host's memory, and not in the device's."""
+        """Return whether a tensor is in the host's memory, and not in the device's."""
         return self.block_of(tensor) in self._on_host
 
     def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -241,7 +243,7 @@ class ProgramRecorder:
                 self._claims[block] = Owner(group, name, "", "", shape)
 
     def note_line(self) -> tuple[str, bool]:
-        """The line of the model's code that runs now, and whether the engine runs inside it.
+        """Return the line of the model's code that runs now, and whether the engine runs inside it.
 
         In backward it is the line of forward whose gradient is computed. In forward the line is noted for that.
         """
@@ -338,7 +340,7 @@ class ProgramRecorder:
     # -- the result
 
     def program(self) -> Program:
-        """The program so far. Each block gets its group: the claimed one, or one that follows from its life."""
+        """Return the program so far. Each block gets its group: the claimed one, or one that follows from its life."""
         phases: list[str] = []
         name = ""
         ends: dict[int, int] = {}
@@ -373,7 +375,7 @@ class ProgramRecorder:
 
 
 def _ordered(events: list[Event]) -> list[Event]:
-    """The events, with the blocks that are freed one after another in the order of their numbers.
+    """Return the events, with the blocks that are freed one after another in the order of their numbers.
 
     Python frees what a set holds in an order that differs between processes.
     """
@@ -391,7 +393,7 @@ def _ordered(events: list[Event]) -> list[Event]:
 
 
 def _group(group: str, taken: str, freed: str | None) -> str:
-    """The group of a block that nobody claims, from the phases in which it is taken and freed."""
+    """Return the group of a block that nobody claims, from the phases in which it is taken and freed."""
     if group == OF_ENGINE and taken != freed:
         return "slabs"
     if taken == freed:
@@ -416,7 +418,10 @@ _READING = inspect.unwrap(watch_reads).__code__.co_filename  #: which watches re
 
 
 def reader_of_value() -> str:
-    """The line of a program outside of this package that reads a value now. Empty: the trainer or the engine does."""
+    """Return the line of a program outside of this package that reads a value now.
+
+    Empty: the trainer or the engine does.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -427,8 +432,8 @@ def reader_of_value() -> str:
 
 
 def line_of(error: BaseException) -> tuple[str, bool]:
-    """The innermost line of an error outside of torch, Python and this package, empty without one; and whether it has
-    called torch's code for GPUs, which has raised the error."""
+    """Return the innermost line of an error outside of torch, Python and this package, empty without one; and whether
+    it has called torch's code for GPUs, which has raised the error."""
     of_gpu = False
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         name = frame.f_code.co_filename
@@ -457,8 +462,10 @@ def _owner_of(file: str) -> int:
 
 
 def caller() -> tuple[str, bool]:
-    """The innermost line that is neither torch's nor the engine's, as ``losses.py:118``; empty: there is none. And
-    whether the engine runs inside it."""
+    """Return the innermost line that is neither torch's nor the engine's, as ``losses.py:118``; empty: there is none.
+
+    And whether the engine runs inside it.
+    """
     frame = sys._getframe(1)
     in_engine = in_module = False
     while frame is not None:

@@ -47,7 +47,7 @@ def trace_save(
 
 
 def own_part(boxes: Iterable[tuple[StateTensor, Box]], ranks: int) -> list[Box]:
-    """The boxes that this rank writes of those that it has.
+    """Return the boxes that this rank writes of those that it has.
 
     Boxes that other ranks have, too, are divided as in a save: the largest first, to the rank with the fewest bytes.
     The others are taken to have as many bytes of their own as this rank.

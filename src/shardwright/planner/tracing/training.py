@@ -131,7 +131,7 @@ class Training:
             self._recorder.parameters_of_units[unit.name] = _parameters_in_words(unit, names)
 
     def _optimizers(self) -> Iterable[Any]:
-        """Those that have made a step, also within backward, where torch calls no hooks of optimizers."""
+        """Return those that have made a step, also within backward, where torch calls no hooks of optimizers."""
         steppings = (unit.stepping for model in self._models for unit in units_of(model))
         within = (stepper for each in steppings if each is not None for stepper in each.steppers)
         return dict.fromkeys([*self._steps, *within])
@@ -176,8 +176,10 @@ class Training:
 
 
 def _parameters_in_words(unit: Unit, names: Mapping[Any, str]) -> str:
-    """The largest parameters of a unit with their shapes on this rank, as they are gathered. ``names``: of sharded
-    parameters."""
+    """Return the largest parameters of a unit with their shapes on this rank, as they are gathered.
+
+    ``names``: of sharded parameters.
+    """
     largest = sorted(unit.parameters, key=lambda p: -p.view.numel())
     shown = [
         f"{names.get(p.sharded, p.name).removeprefix(f'{unit.name}.')} {list(p.view.shape)}"
