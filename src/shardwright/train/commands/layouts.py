@@ -19,6 +19,7 @@ from torch import nn
 from shardwright.engine.extend import layouts
 from shardwright.engine.layout import Ragged, plan
 from shardwright.train.config import Config
+from shardwright.train.config.axes import AXES
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import model_of
 from shardwright.train.models.language_model import LanguageModel
@@ -77,12 +78,12 @@ def alike(units: Sequence[UnitShapes]) -> Iterator[tuple[str, UnitShapes]]:
 
 def layout(config: Config, world_sizes: Sequence[int]) -> int:
     """Print a table for each unit of the configured model, with a row for each number of ranks and layout; return 0."""
-    for key in ("tensor", "expert", "context"):
-        value = config.value_at(f"parallel.{key}")
+    for axis in AXES:
+        value = config.value_at(axis.key)
         if value > 1:
             raise UserError(
-                f"parallel.{key}: expected 1, since the tables show layouts of whole layers, found {value}; pass "
-                f"--parallel.{key} 1"
+                f"{axis.key}: expected 1, since the tables show layouts of whole layers, found {value}; pass "
+                f"--{axis.key} 1"
             )
     with torch.device("meta"):
         model = model_of(config.model.shape())

@@ -14,7 +14,6 @@ from pydantic import ValidationInfo, model_validator
 
 from shardwright.train.config.conflicts.configurations import BETWEEN_SECTIONS, WITHIN_SECTIONS
 from shardwright.train.config.conflicts.table import ConflictError, conflict_in
-from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.sections.all import Sections
 
 
@@ -26,7 +25,7 @@ class Config(Sections):
         if error := conflict_in(WITHIN_SECTIONS, self):
             raise error
         start = info.context or {}
-        dims = ParallelDims.near(self.parallel, start.get("ranks", 1))
+        dims = self.parallel.dims_near(start.get("ranks", 1))
         problem = self.train.batch_problem(
             dims.data, tensor=dims.sharing_data, resumes=start.get("resumes", False)
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwright.engine.extend import ExtensionError, call
+from shardwright.train.config.axes import Divided, axes_that_divide
 from shardwright.train.config.catalog.kinds import Kind, Layers, Offers, kind_of
 from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.errors import UserError, as_user_errors
@@ -127,6 +128,16 @@ def offer(shape: Any, what: str, key: str) -> Any:
     return value
 
 
+def offer_of_axis(shape: Any, divides: Divided) -> Any:
+    """Return the function of the Offers of a shape's kind that divides this thing of a model over ranks.
+
+    Raises:
+        UserError: models of this kind cannot be divided so.
+    """
+    axis = axes_that_divide(divides)[0]
+    return offer(shape, axis.offer, axis.key)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a model, in elements.
@@ -160,12 +171,12 @@ def tensor_plan(shape: Shape, experts: DeviceMesh | None = None) -> Plan:
 
     The experts of a hybrid may have been spread over `experts` before.
     """
-    plan: Plan = offer(shape, "tensor_plan", "parallel.tensor")(shape, experts)
+    plan: Plan = offer_of_axis(shape, "layers")(shape, experts)
     return plan
 
 
 def uneven(shape: Shape, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
     """Keys whose values these many tensor-parallel ranks cannot cut, the values, and of what they must be multiples."""
-    offer(shape, "tensor_plan", "parallel.tensor")
+    offer_of_axis(shape, "layers")
     sizes = offers_of(shape).uneven
     return [] if sizes is None else sizes(shape, seq_len, ranks)

@@ -48,7 +48,7 @@ def _checkpoint_and_compile(model: LanguageModel, config: Config) -> None:
     allow_graphs(GRAPHS * len({tuple(map(type, block.modules())) for block in blocks}))
     # torch compiles a block with its checkpoint, and so computes again only what backward reads. Not where layers are
     # cut over tensor-parallel ranks: of blocks that keep nothing it takes the mesh for a tensor to keep.
-    apart = config.parallel.tensor > 1 and settings.checkpoint not in SELECTIVE
+    apart = config.parallel.parts_of("layers") > 1 and settings.checkpoint not in SELECTIVE
     if not apart:
         checkpoint_blocks(blocks, settings.checkpoint, settings.every, model.draws)
     compile_blocks(blocks, config.train.compile, model.whole_graph)

@@ -5,15 +5,17 @@ Nothing here needs a process group. Importing this file imports no engine, see `
 
 from __future__ import annotations
 
+from math import prod
+
 from shardwright.train.config import Config, TrainConfig
+from shardwright.train.config.axes import Divided, ParallelDims, axes_that_divide, check_divisor
 from shardwright.train.config.catalog.kinds import experts_of
 from shardwright.train.config.conflicts.jobs import STARTED
 from shardwright.train.config.conflicts.table import refuse
-from shardwright.train.config.dims import ParallelDims, check_divisor
 from shardwright.train.config.schema import toml_value
 from shardwright.train.config.sections.finetune import FinetuneConfig
 from shardwright.train.errors import UserError
-from shardwright.train.models.offers import offer, offers_of, uneven
+from shardwright.train.models.offers import offer_of_axis, offers_of, uneven
 from shardwright.train.parallel.host_memory import check_model_fits, ranks_of_host
 from shardwright.train.parallel.rank_facts import choose_device, under_launcher
 
@@ -58,17 +60,14 @@ def check_division(config: Config, ranks: int, resumes: bool = False) -> None:
     refuse(STARTED, config)
     if not resumes:  # a run that goes on may have lost ranks
         check_profiled_ranks(config, ranks)
-    dims = ParallelDims.of(parallel, ranks)
-    if dims.tensor > 1:
-        _check_tensor_parallel(config)
-    if dims.context > 1:
-        _check_context_parallel(config, dims)
+    dims = parallel.dims(ranks)
+    _check_layers(config)
+    _check_samples(config)
     group = parallel.reshard_after_forward
     if isinstance(group, int):
         what = "the number of ranks that shard parameters"
         check_divisor("parallel.reshard_after_forward", group, dims.shard, what)
-    if dims.expert > 1:
-        _check_expert_parallel(config, dims)
+    _check_experts(config, dims)
     config.train.accumulation_steps(dims.data, tensor=dims.sharing_data, resumes=resumes)
     shape = config.model.shape()
     if (check_model := offers_of(shape).check) is not None:
@@ -96,38 +95,41 @@ def check_least_ranks(config: Config, ranks: int) -> None:
         )
 
 
-def _check_tensor_parallel(config: Config) -> None:
-    """Refuse sizes that tensor parallelism does not divide."""
-    ranks, shape = config.parallel.tensor, config.model.shape()
-    for key, size, multiple in uneven(shape, config.train.seq_len, ranks):
-        of_what = (
-            f"parallel.tensor = {ranks}"
-            if multiple == ranks
-            else f"{multiple // ranks} x parallel.tensor = {multiple}"
-        )
+def _used(config: Config, *what: Divided) -> dict[str, int]:
+    """Return the sizes of the job's axes that divide these things, by key, without axes of one rank."""
+    sizes = {axis.key: config.value_at(axis.key) for each in what for axis in axes_that_divide(each)}
+    return {key: size for key, size in sizes.items() if size > 1}
+
+
+def _check_layers(config: Config) -> None:
+    """Raise UserError for a size of the model, or a length, that the ranks which divide layers do not divide."""
+    if not (axes := _used(config, "layers")):
+        return
+    ranks, keys = prod(axes.values()), " x ".join(axes)
+    for key, size, multiple in uneven(config.model.shape(), config.train.seq_len, ranks):
+        of_what = f"{keys} = {ranks}" if multiple == ranks else f"{multiple // ranks} x {keys} = {multiple}"
         raise UserError(f"{key}: expected a multiple of {of_what}, found {size}")
 
 
-def _check_context_parallel(config: Config, dims: ParallelDims) -> None:
-    """Refuse a model whose samples no ranks divide, and a length that they do not divide."""
-    offer(config.model.shape(), "divide_samples", "parallel.context")
-    if config.train.seq_len % dims.sharing_data:
-        ranks = f"parallel.context = {dims.context}"
-        if dims.tensor > 1:
-            ranks += f" x parallel.tensor = {dims.tensor}"
+def _check_samples(config: Config) -> None:
+    """Raise UserError for a model whose samples no ranks divide, and for a length that they do not divide."""
+    if not _used(config, "samples"):
+        return
+    offer_of_axis(config.model.shape(), "samples")
+    axes = _used(config, "samples", "layers")
+    if config.train.seq_len % prod(axes.values()):
+        ranks = " x ".join(f"{key} = {size}" for key, size in axes.items())
         raise UserError(f"train.seq_len: expected a multiple of {ranks}, found {config.train.seq_len}")
 
 
-def _check_expert_parallel(config: Config, dims: ParallelDims) -> None:
-    """Refuse numbers that expert parallelism does not divide."""
-    parallel, experts = config.parallel, experts_of(config.model.shape())
-    assert experts is not None  # STARTED has refused others
-    for what, size in (
-        ("the number of ranks that share a replica", dims.shard),
-        ("model.n_experts", experts.number),
-    ):
-        check_divisor("parallel.expert", parallel.expert, size, what)
-    if isinstance(group := parallel.reshard_after_forward, int):
+def _check_experts(config: Config, dims: ParallelDims) -> None:
+    """Raise UserError for a number that the ranks which divide experts do not divide."""
+    axes, experts = _used(config, "experts"), experts_of(config.model.shape())
+    for key, size in axes.items():
+        assert experts is not None  # STARTED has refused others
+        check_divisor(key, size, dims.shard, "the number of ranks that share a replica")
+        check_divisor(key, size, experts.number, "model.n_experts")
+    if axes and isinstance(group := config.parallel.reshard_after_forward, int):
         what = "the number of ranks that have the same experts"
         check_divisor("parallel.reshard_after_forward", group, dims.with_same_experts, what)
 

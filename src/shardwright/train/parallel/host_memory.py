@@ -15,7 +15,6 @@ from shardwright.engine.extend import resolve
 from shardwright.train.config import Config
 from shardwright.train.config.catalog.engines import engines_that
 from shardwright.train.config.catalog.kinds import kind_of
-from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.models.offers import sizes_of
 
@@ -64,11 +63,13 @@ def _reason(config: Config) -> str:
 def cuts(config: Config, ranks: int) -> int:
     """Return the number of parts into which the stored weights are cut."""
     parallel = config.parallel
-    dims = ParallelDims.near(parallel, ranks)
+    dims = parallel.dims_near(ranks)
     axes = dims.data_axes.values()
     # Stored are the weights that the optimizer updates; what computes is gathered from them.
     kinds = resolve(parallel.strategy, len(axes)).optimizer
-    return dims.tensor * math.prod(size for size, kind in zip(axes, kinds, strict=True) if kind == "shard")
+    return dims.parts_of("layers") * math.prod(
+        size for size, kind in zip(axes, kinds, strict=True) if kind == "shard"
+    )
 
 
 def ranks_of_host(ranks: int, launched: bool) -> int:

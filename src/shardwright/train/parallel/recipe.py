@@ -19,8 +19,8 @@ from shardwright.context import Split
 from shardwright.engine import RankGroup, has_no_values, plain_name
 from shardwright.engine.comm import make_mesh
 from shardwright.train.config import Config, ParallelConfig
+from shardwright.train.config.axes import ParallelDims
 from shardwright.train.config.catalog.losses import AUTO
-from shardwright.train.config.dims import EXPERT, TENSOR, ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt
 from shardwright.train.models.build import build_model
@@ -28,7 +28,7 @@ from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.models.native.decoder import Decoder
 from shardwright.train.models.native.hybrid import MixtureOfExperts
 from shardwright.train.models.native.styles import spread_experts
-from shardwright.train.models.offers import offer, tensor_plan
+from shardwright.train.models.offers import offer_of_axis, tensor_plan
 from shardwright.train.parallel.engines import engine_of
 from shardwright.train.parallel.engines.base import Ranks
 from shardwright.train.parallel.host_memory import builds_deferred
@@ -82,13 +82,13 @@ def _source(model: nn.Module) -> int | None:
 def divide_samples(model: LanguageModel, config: Config, context: Split | None) -> None:
     """Let the ranks of `context`, if any, divide the samples of the model. Before its blocks are checkpointed."""
     if context is not None:
-        offer(config.model.shape(), "divide_samples", "parallel.context")(model, context)
+        offer_of_axis(config.model.shape(), "samples")(model, context)
 
 
 def divide_experts(model: LanguageModel, mesh: DeviceMesh) -> None:
     """Spread the model's experts over the first axis of `mesh`, and cut them over the second one, if any."""
     source, shape = _source(model), cast(Any, model).config
-    for name in offer(shape, "expert_layers", "parallel.expert")(shape):
+    for name in offer_of_axis(shape, "experts")(shape):
         spread_experts(cast(MixtureOfExperts, model.get_submodule(name)), mesh, source)
 
 
@@ -105,7 +105,7 @@ def cut_layers(model: LanguageModel, mesh: DeviceMesh, experts: DeviceMesh | Non
 
 def parallel_loss(dims: ParallelDims) -> AbstractContextManager[object]:
     """Around forward, loss and backward: with tensor parallelism the cross-entropy of logits that are never whole."""
-    return loss_parallel() if dims.cuts_layers else nullcontext()
+    return loss_parallel() if dims.layer_axes else nullcontext()
 
 
 def parallelize(
@@ -120,12 +120,13 @@ def parallelize(
     device = torch.device("cpu")
     if mesh.device_type != "cpu":
         device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-    dims = ParallelDims.of(config, mesh.size())
-    experts = make_expert_mesh(dims, mesh) if dims.expert > 1 else None
+    dims = config.dims(mesh.size())
+    experts = make_expert_mesh(dims, mesh) if dims.only_expert_axes else None
     if experts is not None:
         divide_experts(model.to(device), experts[tuple(dims.spread_axes)])
-    if dims.cuts_layers:
-        cut_layers(model.to(device), mesh[TENSOR], experts and experts[EXPERT])
+    if dims.layer_axes:
+        alone = experts and experts[tuple(dims.only_expert_axes)]
+        cut_layers(model.to(device), mesh[tuple(dims.layer_axes)], alone)
         mesh = mesh[tuple(dims.data_axes)]
     same_experts = None if experts is None else experts[tuple(dims.same_expert_axes)]
     spread = engine.spread(model, Ranks(mesh, device, same_experts))

@@ -17,7 +17,7 @@ from shardwright.context import Split
 from shardwright.engine.comm import make_mesh, noted
 from shardwright.engine.compat import has_expandable_segments, use_one_gloo_thread
 from shardwright.train.config import Config, ParallelConfig
-from shardwright.train.config.dims import CONTEXT, ParallelDims
+from shardwright.train.config.axes import ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.parallel.affinity import bind_to_node_of
 from shardwright.train.parallel.checks import check_device, check_ranks
@@ -46,9 +46,11 @@ class World:
     @classmethod
     def of(cls, config: ParallelConfig, rank: int, size: int, device: torch.device) -> World:
         """The world of one of `size` ranks, whose process group exists. Called by all ranks together."""
-        dims = ParallelDims.of(config, size)
+        dims = config.dims(size)
         mesh = _mesh_of(dims.axes, device)
-        context = Split(_mesh_of(dims.context_axes, device)[CONTEXT]) if dims.context > 1 else None
+        context = None
+        if dims.parts_of("samples") > 1:
+            context = Split(_mesh_of(dims.context_axes, device)[tuple(dims.sample_axes)])
         return cls(rank, device, mesh, dims, context)
 
     @property

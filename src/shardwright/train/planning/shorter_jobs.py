@@ -13,7 +13,6 @@ from typing import Any
 
 from shardwright.engine.extend import layouts, memories, strategies
 from shardwright.train.config.catalog.optimizers import optimizers
-from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import Config
 from shardwright.train.models.offers import layers_of
 
@@ -61,7 +60,7 @@ def series_of(config: Config, ranks: int) -> Iterator[Series]:
 
 
 def _of_micro_batches(config: Config, ranks: int) -> Series:
-    count = config.train.accumulation_steps(ParallelDims.of(config.parallel, ranks).data)
+    count = config.train.accumulation_steps(config.parallel.dims(ranks).data)
 
     def of(parts: int) -> Config:
         train = config.train.model_copy(update={"global_batch": config.train.global_batch // count * parts})

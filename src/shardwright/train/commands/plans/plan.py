@@ -28,8 +28,8 @@ from shardwright.planner import (
 )
 from shardwright.train.commands.pages.html_file import write_page
 from shardwright.train.config import Config
+from shardwright.train.config.axes import AXES
 from shardwright.train.config.catalog.kinds import model_in_words
-from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.plans.cache_key import cache_key
 from shardwright.train.config.plans.memory_edits import Keys, edits_of, edits_of_host, in_words
 from shardwright.train.errors import UserError, as_user_errors, counted
@@ -194,9 +194,10 @@ def head(config: Config, ranks: int, device: Device) -> str:
     """The lines about a job above its plan."""
     train, parallel = config.train, config.parallel
     parameters = sizes_of(config.model.shape()).parameters
-    count = train.accumulation_steps(ParallelDims.of(parallel, ranks).data)
+    count = train.accumulation_steps(parallel.dims(ranks).data)
     way = parallel.strategy if parallel.facts.has_own_keys else f"engine {parallel.engine}"
-    where = "rank" if parallel.context == 1 else f"group of {parallel.context} ranks"
+    parts = parallel.parts_of("samples")
+    where = "rank" if parts == 1 else f"group of {parts} ranks"
     compiled = "" if train.compile == "none" else f", blocks compiled by {train.compile}"
     offload = config.activations.offload
     offloaded = "" if offload == "none" else f", offload {offload!r}"
@@ -218,8 +219,9 @@ def assumptions(config: Config, assumed: Sequence[str]) -> Iterator[str]:
         yield from (" " * 9 + line.replace("\0", " ") for line in lines)
     if config.data.separates:
         yield "assumed  one document in each sample; where a GPU runs flash attention, others change little"
-    if config.parallel.expert > 1:
-        yield "assumed  each expert gets as many tokens; a rank whose experts get more needs more"
+    yield from (
+        f"assumed  {axis.assumption}" for axis in AXES if axis.assumption and config.value_at(axis.key) > 1
+    )
     if config.run.hooks:
         yield "assumed  hooks of run.hooks take no memory; logits that validation keeps for their metrics count"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardwright.engine.extend import strategies
+from shardwright.train.config.axes import AXES, Beside, ParallelAxis, axes_that_divide
 from shardwright.train.config.catalog.engines import OWN_KEYS, engines_that
 from shardwright.train.config.catalog.kinds import kind_of
 from shardwright.train.config.catalog.records import LOSSES, of_sets
@@ -58,7 +59,6 @@ FREEZING = ("freeze", "train_only")
 
 #: Settings that exclude frozen parameters: the key, the expected value in words, and a check for any other value.
 _WITHOUT_FROZEN: tuple[tuple[str, str, Callable[[Sections], bool]], ...] = (
-    ("parallel.tensor", "1", lambda c: c.parallel.tensor > 1),
     ("train.float8", "'none'", lambda c: c.train.float8 != "none"),
     (
         "parallel.engine",
@@ -79,6 +79,19 @@ def _without_frozen(key: str, expected: str, differs: Callable[[Sections], bool]
 def _losses(config: Sections) -> list[str]:
     """The figures of a run without hooks of which one can be the best."""
     return [*LOSSES, *of_sets(config.data.validation_sets)]
+
+
+#: The field of `EngineFacts` of engines that take `OWN_KEYS`.
+OWN_KEYS_FACT = "has_own_keys"
+
+
+def _unknown_to_engine(axis: ParallelAxis) -> Conflict[Sections]:
+    """Return the row for an engine that does not support this axis."""
+    return Conflict(
+        (axis.key, "parallel.engine"),
+        lambda c: c.value_at(axis.key) > 1 and not axis.is_known_to(c.parallel.facts),
+        f"engine {{parallel.engine!r}} has no {axis.title}; expected 1, found {{{axis.key}}}",
+    )
 
 
 WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
@@ -181,6 +194,7 @@ WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "expected {default!r} with engine {parallel.engine!r}, found {found!r}; only the engine "
         f"{engines_that(lambda engine: engine.has_own_keys)} supports other values",
         *(f"parallel.{name}" for name in OWN_KEYS),
+        *(axis.key for axis in AXES if axis.fact == OWN_KEYS_FACT),
     ),
     Conflict(
         ("parallel.keep_float32", "parallel.param_dtype"),
@@ -195,11 +209,7 @@ WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "expected 'auto' or accumulate_dtype, {parallel.accumulate_dtype!r}, found {parallel.grad_dtype!r}; "
         "reduced micro-batches add up in the gradients",
     ),
-    Conflict(
-        ("parallel.tensor", "parallel.engine"),
-        lambda c: c.parallel.tensor > 1 and not c.parallel.facts.divides_layers,
-        "engine {parallel.engine!r} has no tensor parallelism; expected 1, found {parallel.tensor}",
-    ),
+    *(_unknown_to_engine(axis) for axis in AXES if axis.fact not in ("", OWN_KEYS_FACT)),
     Conflict(
         ("parallel.replicas", "parallel.strategy"),
         lambda c: strategies.get(c.parallel.strategy).axes == 2 and c.parallel.replicas < 2,
@@ -273,8 +283,6 @@ def _too_short(key: str) -> Conflict[Sections]:
 
 _WITH_FLOAT8: tuple[tuple[str, object], ...] = (
     ("parallel.param_dtype", "bfloat16"),
-    ("parallel.tensor", 1),
-    ("parallel.expert", 1),
     ("train.cuda_graph", False),
 )
 """Keys with the values that they must have with float8."""
@@ -311,6 +319,29 @@ WITH_LATE_CHECK: tuple[tuple[str, Callable[[Sections], bool], str], ...] = (
     ("run.hooks", lambda c: bool(c.run.hooks), "hooks see the model after each step, before the next one"),
     ("fault.verify_every", lambda c: c.fault.verify_every > 0, "the host waits for each comparison"),
 )
+
+
+def _compiled_in_parts(axis: ParallelAxis) -> Conflict[Sections]:
+    """Return the row for an engine that does not run compiled blocks where this axis divides layers."""
+    return Conflict(
+        ("train.compile", "parallel.engine", axis.key),
+        lambda c: (
+            c.train.compile != "none"
+            and c.value_at(axis.key) > 1
+            and bool(c.parallel.facts.no_compile_divided)
+        ),
+        f"expected 'none' with parallel.engine {{parallel.engine!r}} and {axis.key} = {{{axis.key}}}, found "
+        "{train.compile!r}; {parallel.facts.no_compile_divided}",
+    )
+
+
+def _excluded(axis: ParallelAxis, key: str, beside: Beside) -> Conflict[Sections]:
+    """Return the row for an axis that does not go together with another value of this key."""
+    return Conflict(
+        (axis.key, key),
+        lambda c: c.value_at(axis.key) > 1 and c.value_at(key) != beside.value,
+        f"expected 1 with {key} = {{{key}!r}}, found {{{axis.key}}}" + (beside.why and f"; {beside.why}"),
+    )
 
 
 BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
@@ -382,12 +413,6 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "expected false with optimizer.in_backward, found true; the optimizer steps outside the graph",
     ),
     Conflict(
-        ("parallel.tensor", "finetune.method"),
-        lambda c: c.finetune.method != "full" and c.parallel.tensor > 1,
-        "expected 1 with finetune.method = {finetune.method!r}, found {parallel.tensor}; adapters are not cut over "
-        "tensor-parallel ranks",
-    ),
-    Conflict(
         ("parallel.engine", "finetune.method"),
         lambda c: c.finetune.method != "full" and c.parallel.facts.flattens,
         f"expected {engines_that(lambda engine: not engine.flattens, style=repr)} with "
@@ -449,22 +474,14 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "expected 'none' with parallel.engine {parallel.engine!r}, found {train.compile!r}; "
         "{parallel.facts.no_compile}",
     ),
-    Conflict(
-        ("train.compile", "parallel.engine", "parallel.tensor"),
-        lambda c: (
-            c.train.compile != "none"
-            and c.parallel.tensor > 1
-            and bool(c.parallel.facts.no_compile_with_tensor)
-        ),
-        "expected 'none' with parallel.engine {parallel.engine!r} and parallel.tensor = {parallel.tensor}, found "
-        "{train.compile!r}; {parallel.facts.no_compile_with_tensor}",
-    ),
+    *map(_compiled_in_parts, axes_that_divide("layers")),
     Conflict(
         ("train.float8", "train.micro_batch", "train.seq_len"),
         lambda c: c.train.float8 != "none" and c.train.micro_batch_tokens % 16 > 0,
         "expected 'none' with {train.micro_batch_tokens} tokens in a micro-batch, found {train.float8!r}; the number "
         "of tokens must be a multiple of 16",
     ),
+    *(_excluded(axis, *each) for axis in AXES for each in axis.excludes.items()),
     *(must_be(value, key, "train.float8", lambda c: c.train.float8 != "none") for key, value in _WITH_FLOAT8),
     *(must_be(value, key, "train.float8", lambda c: c.gathers_float8) for key, value in _GATHERED_IN_FLOAT8),
     Conflict(

@@ -43,7 +43,11 @@ NO_TIME = -1
 
 def calls_dtensor(config: Config) -> bool:
     """Whether a step calls collectives of DTensor that a listener can hear: not those inside compiled blocks."""
-    return config.parallel.tensor > 1 and config.train.compile == "none" and not config.train.cuda_graph
+    return (
+        config.parallel.parts_of("layers") > 1
+        and config.train.compile == "none"
+        and not config.train.cuda_graph
+    )
 
 
 class TimedEvent(Protocol):
