@@ -51,7 +51,7 @@ def counted_by_torch(config: Any, length: int, model: Any = None) -> float:
 def facts(config: Config) -> ModelFacts:
     model = model_of(config.model.shape())
     adapt(model, config.finetune, 0)
-    return ModelFacts.of(model, config)
+    return ModelFacts.of(model, config.model, config.train.seq_len)
 
 
 def compare(kind: str, folder: Path, length: int) -> float:

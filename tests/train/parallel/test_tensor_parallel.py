@@ -145,7 +145,7 @@ def test_runs_go_on_with_another_tensor(
         (
             2,
             {"train": {"cuda_graph": True}},
-            "train.cuda_graph: expected False with parallel.tensor = 2, found True",
+            "train.cuda_graph: expected false with parallel.tensor = 2, found true",
         ),
     ],
 )

@@ -36,7 +36,7 @@ from shardwright.train.data.tokens.tokenizers import CONFIG, FILE, Tokenizer, op
 from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.finetune import adapters
 from shardwright.train.finetune.base import base_of, check_same_base
-from shardwright.train.finetune.finetuning import peft_names, source_of
+from shardwright.train.finetune.finetuning import peft_names
 from shardwright.train.finetune.peft_files import WEIGHTS_FILE, write_adapters
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of
@@ -113,7 +113,7 @@ def export(
     _check_new(folder)
     source = RunFolder(run)
     record, config = source.record(), source.config()
-    name = recorded_tokenizer(record, config)
+    name = recorded_tokenizer(record, config.data)
     template = read_template(config.data, ", which the run was trained with", "restore the file")
     tokenizer = open_tokenizer(name)
     check_same_tokenizer(source, name, tokenizer.fingerprint)
@@ -121,7 +121,7 @@ def export(
     check_vocabulary(tokenizer.vocab_size, shape.vocab_size)
     named = offers_of(shape).key_map is not None
     values = hugging_face.config_json(shape) if named else None
-    generation = generation_settings(config, tokenizer, say) if named else None
+    generation = generation_settings(config.model, tokenizer, say) if named else None
     merges = config.finetune.has_base
     model = _with_base(config) if merges else _without_values(shape)
     if not merges and any(not parameter.requires_grad for parameter in model.parameters()):
@@ -156,7 +156,9 @@ def export(
                 (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
 
         settings = (
-            None if values is None else {**with_ids(values, config, tokenizer), "dtype": stored.main_dtype()}
+            None
+            if values is None
+            else {**with_ids(values, config.model, tokenizer), "dtype": stored.main_dtype()}
         )
         write_stored_model(
             folder, stored, read_group, max_shard_size=max_shard_size, config=settings, add_files=add_files
@@ -166,7 +168,7 @@ def export(
         return Exported(folder, position.step, len(stored.keys), nbytes, reader)
 
     try:
-        return loading.with_weights(checkpoints_of(source, config), step, shapes, write, say)
+        return loading.with_weights(checkpoints_of(source, config.checkpoint), step, shapes, write, say)
     except OSError as error:
         raise UserError(unwritable(folder, error)) from error
 
@@ -204,13 +206,15 @@ def export_adapters(
 
     def write(position: Position, read: Read) -> Exported:
         _read_adapters(model, config, source, read)
-        names = peft_names(model, config)
+        names = peft_names(model, shape)
         write_adapters(model, folder, config.finetune, key_map=names, base=base, task=task, dtype=chosen)
         stored = open_stored(folder / WEIGHTS_FILE).values()
         nbytes = sum(each.shape.numel() * each.dtype.itemsize for each in stored)
         return Exported(folder, position.step, len(stored), nbytes, _reader_of_adapters(config, base, folder))
 
-    return loading.with_weights(checkpoints_of(source, config), step, loading.shapes_of(model), write, say)
+    return loading.with_weights(
+        checkpoints_of(source, config.checkpoint), step, loading.shapes_of(model), write, say
+    )
 
 
 def _dtype_named(name: str | None) -> torch.dtype | None:
@@ -244,7 +248,7 @@ def _read_adapters(model: nn.Module, config: Config, source: RunFolder, read: Re
     values = {name: tensor for name, tensor in model.state_dict().items() if name in shapes}
     read(values)
     model.load_state_dict(values, strict=False)
-    check_same_base(source.base_file, base_of(model, source_of(config)))
+    check_same_base(source.base_file, base_of(model, config.for_building.source))
 
 
 def _folded(entry: ModelTensor, layers: Mapping[str, adapters.Adapter], dtype: torch.dtype | None) -> Tensor:
@@ -269,9 +273,8 @@ def _reader_by_type(model_type: str) -> str:
     return "transformers.AutoModelForCausalLM.from_pretrained reads it"
 
 
-def reader_by_kind(config: Config) -> str | None:
-    """The model_type in the config.json of an export. None: the kind of the model has no config.json."""
-    shape = config.model.shape()
+def reader_by_kind(shape: Shape) -> str | None:
+    """Return the model_type in the config.json of an export, or None if the kind of the model has no config.json."""
     if offers_of(shape).key_map is None:
         return None
     return str(hugging_face.config_json(shape)["model_type"])
@@ -296,7 +299,7 @@ def _reader_of_adapters(config: Config, base: str, folder: Path) -> str:
         return f"{read} reads these adapters and their base {base}"
     return (
         f"peft.PeftModel.from_pretrained(base, {str(folder)!r}) reads these adapters; no folder has their base, which "
-        f"is drawn from {source_of(config)}"
+        f"is drawn from {config.for_building.source}"
     )
 
 

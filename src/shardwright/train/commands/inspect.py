@@ -64,7 +64,7 @@ def inspect(
     run = RunFolder(path)
     checkpoints = run.checkpoints
     if run.exists() and not checkpoints.is_dir():
-        return _inspect_run(path, checkpoints_of(run, run.config()), quick, tensors, show, say)
+        return _inspect_run(path, checkpoints_of(run, run.config().checkpoint), quick, tensors, show, say)
     steps = saved_steps(checkpoints) or saved_steps(path)
     if has_description(path) or not (checkpoints.is_dir() or steps):
         return _inspect_one(path, quick, tensors, show, say)

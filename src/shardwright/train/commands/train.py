@@ -56,9 +56,11 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     with run.lock, ExitStack() as stack:
         try:
             if run.resumes and run.attempt == 1:
-                check_steps(config, run.folder)
+                check_steps(config.train, config.checkpoint, run.folder)
             _stay_local()
-            planned = forecast(config, run.folder, ranks, choose_device(config)) if run.attempt == 1 else None
+            planned = (
+                forecast(config, run.folder, ranks, choose_device(config.run)) if run.attempt == 1 else None
+            )
             if planned is not None:
                 stack.callback(planned.stop)
                 planned.check()
@@ -85,8 +87,8 @@ def _checked_ranks(config: Config, nproc: int | None, resume: str | None) -> int
     ranks = _number_of_ranks(config, nproc)
     START.doing("checking the configuration")
     check_ranks(config, ranks, resume is not None)
-    check_least_ranks(config, ranks)
-    check_device(config, choose_device(config))
+    check_least_ranks(config.fault, ranks)
+    check_device(config.train, choose_device(config.run))
     return ranks
 
 
@@ -105,7 +107,7 @@ def _with_packages(config: Config) -> Config:
         # Its imports take seconds.
         from shardwright.train.commands.hugging_face.evaluate import check_job
 
-        check_job(config)
+        check_job(config.validation, config.data, config.model.shape())
     return config
 
 
@@ -131,7 +133,7 @@ def _rank() -> ModuleType:
 
 
 def _number_of_ranks(config: Config, nproc: int | None) -> int:
-    gpus = torch.cuda.device_count() if choose_device(config) == "cuda" else 0
+    gpus = torch.cuda.device_count() if choose_device(config.run) == "cuda" else 0
     if nproc is not None:
         if gpus and nproc > gpus:
             raise UserError(f"--nproc: expected at most {gpus}, the GPUs of this machine, found {nproc}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -17,13 +17,6 @@ from shardwright.train.config.catalog.engines import EngineFacts
 from shardwright.train.errors import UserError
 
 Divided = Literal["layers", "experts", "samples"]
-
-
-class Beside(NamedTuple):
-    """The one value that another key can have beside an axis, and the reason, for messages."""
-
-    value: object
-    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +31,8 @@ class ParallelAxis:
         description: of the key.
         fact: the field of `EngineFacts` that is true for an engine which supports it. Empty: every engine does.
         offer: the field of `Offers` that a kind of model has if its models can be divided so.
-        needs: keys that must have one value when a job with this axis starts. The message refuses the key's value.
-        excludes: keys that must have one value in any configuration with this axis. The message refuses the axis.
+        needs: keys that a job with this axis must leave at their default, with the reason. Checked when it starts.
+        excludes: keys beside whose other values the axis is refused in any configuration, with the reason.
         assumption: what a plan assumes about it, for the lines below the plan.
     """
 
@@ -49,8 +42,8 @@ class ParallelAxis:
     description: str
     offer: str
     fact: str = ""
-    needs: Mapping[str, Beside] = field(default_factory=dict)
-    excludes: Mapping[str, Beside] = field(default_factory=dict)
+    needs: Mapping[str, str] = field(default_factory=dict)
+    excludes: Mapping[str, str] = field(default_factory=dict)
     assumption: str = ""
 
     @property
@@ -73,12 +66,10 @@ AXES = (
         ),
         fact="divides_layers",
         offer="tensor_plan",
-        needs={"train.cuda_graph": Beside(False)},
+        needs={"train.cuda_graph": ""},
         excludes={
-            "finetune.method": Beside("full", "adapters are not cut over tensor-parallel ranks"),
-            "finetune.freeze": Beside(()),
-            "finetune.train_only": Beside(()),
-            "train.float8": Beside("none"),
+            "finetune.method": "adapters are not cut over tensor-parallel ranks",
+            **dict.fromkeys(("finetune.freeze", "finetune.train_only", "train.float8"), ""),
         },
     ),
     ParallelAxis(
@@ -91,11 +82,8 @@ AXES = (
         ),
         fact="has_own_keys",
         offer="expert_layers",
-        needs={
-            "train.cuda_graph": Beside(False, "sizes depend on the routing"),
-            "train.compile": Beside("none", "sizes depend on the routing"),
-        },
-        excludes={"train.float8": Beside("none")},
+        needs=dict.fromkeys(("train.cuda_graph", "train.compile"), "sizes depend on the routing"),
+        excludes={"train.float8": ""},
         assumption="each expert gets as many tokens; a rank whose experts get more needs more",
     ),
     ParallelAxis(
@@ -107,7 +95,7 @@ AXES = (
             "parallelism. They divide the parameters, too. These groups divide the data."
         ),
         offer="divide_samples",
-        needs={"train.cuda_graph": Beside(False)},
+        needs={"train.cuda_graph": ""},
     ),
 )
 """All axes, in the order in which errors about them are reported. A mesh has them in this order, too."""

@@ -44,7 +44,7 @@ def to_continue(folder: RunFolder, ranks: int) -> list[str]:
 def _saved(folder: RunFolder) -> str:
     """The newest saved step, in words; empty if nothing is saved. No store is asked: it may be what has failed."""
     try:
-        checkpoints = checkpoints_of(folder, folder.config())
+        checkpoints = checkpoints_of(folder, folder.config().checkpoint)
     except UserError:
         return ""
     if isinstance(checkpoints, str):

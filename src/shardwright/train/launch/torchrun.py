@@ -113,7 +113,7 @@ def attempt_before(
 
 def _candidates(config: Config, resume: str | None) -> Iterator[RunFolder]:
     if resume is not None and resume != CONTINUE:
-        yield find_run(config, resume)
+        yield find_run(config.run, resume)
     elif config.run.dir:
         yield RunFolder(Path(config.run.dir))
     elif RUNS.is_dir():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import prod
 
-from shardwright.train.config import Config, TrainConfig
+from shardwright.train.config import Config, FaultConfig, ProfileConfig, TrainConfig
 from shardwright.train.config.axes import Divided, ParallelDims, axes_that_divide, check_divisor
 from shardwright.train.config.catalog.kinds import experts_of
 from shardwright.train.config.conflicts.jobs import STARTED
@@ -23,15 +23,15 @@ EPOCHS_PER_STEP = 1000
 """Passes over the training text in one step from which on a global batch is taken for a mistake."""
 
 
-def check_device(config: Config, kind: str) -> None:
+def check_device(train: TrainConfig, kind: str) -> None:
     """Refuse what only a GPU, or some GPUs, can do on another device."""
-    if config.train.float8 != "none":
+    if train.float8 != "none":
         from shardwright.train.parallel.float8 import check_float8
 
-        check_float8(config, kind)
+        check_float8(train.float8, kind)
     for key, value, expected in (
-        ("cuda_graph", config.train.cuda_graph, False),
-        ("memory_snapshot", config.train.memory_snapshot, ()),
+        ("cuda_graph", train.cuda_graph, False),
+        ("memory_snapshot", train.memory_snapshot, ()),
     ):
         if value != expected and kind != "cuda":
             raise UserError(
@@ -46,7 +46,9 @@ def check_ranks(config: Config, ranks: int, resumes: bool = False) -> None:
     `resumes`: the job continues a run, so that messages advise what may change then.
     """
     check_division(config, ranks, resumes)
-    check_model_fits(config, ranks, ranks_of_host(ranks, under_launcher()), choose_device(config))
+    check_model_fits(
+        config.for_building, ranks, ranks_of_host(ranks, under_launcher()), choose_device(config.run)
+    )
 
 
 def check_division(config: Config, ranks: int, resumes: bool = False) -> None:
@@ -59,7 +61,7 @@ def check_division(config: Config, ranks: int, resumes: bool = False) -> None:
         )
     refuse(STARTED, config)
     if not resumes:  # a run that goes on may have lost ranks
-        check_profiled_ranks(config, ranks)
+        check_profiled_ranks(config.profile, ranks)
     dims = parallel.dims(ranks)
     _check_layers(config)
     _check_samples(config)
@@ -75,23 +77,22 @@ def check_division(config: Config, ranks: int, resumes: bool = False) -> None:
     if config.finetune != FinetuneConfig():
         from shardwright.train.finetune.finetuning import check_fits  # which imports the engine
 
-        check_fits(config)
+        check_fits(config.finetune, shape)
 
 
-def check_profiled_ranks(config: Config, ranks: int) -> None:
+def check_profiled_ranks(profile: ProfileConfig, ranks: int) -> None:
     """Refuse ranks in `profile.ranks` that the job does not have."""
-    profile = config.profile
     if profile.steps and profile.ranks != "all" and (last := max(profile.ranks)) >= ranks:
         raise UserError(
             f'profile.ranks: expected ranks below {ranks}, the number of ranks, found {last}; or set it to "all"'
         )
 
 
-def check_least_ranks(config: Config, ranks: int) -> None:
+def check_least_ranks(fault: FaultConfig, ranks: int) -> None:
     """Refuse a smallest number of ranks that this job does not have. A launcher calls it before its first attempt."""
-    if config.fault.least_ranks > ranks:
+    if fault.least_ranks > ranks:
         raise UserError(
-            f"fault.least_ranks: expected at most {ranks}, the number of ranks, found {config.fault.least_ranks}"
+            f"fault.least_ranks: expected at most {ranks}, the number of ranks, found {fault.least_ranks}"
         )
 
 

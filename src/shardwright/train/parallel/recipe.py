@@ -16,12 +16,13 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import shardwright as sw
 from shardwright.context import Split
-from shardwright.engine import RankGroup, has_no_values, plain_name
+from shardwright.engine import RankGroup, TakenTensor, check_states, has_no_values, plain_name
 from shardwright.engine.comm import make_mesh
-from shardwright.train.config import Config, ParallelConfig
+from shardwright.train.config import OptimizerConfig, ParallelConfig
 from shardwright.train.config.axes import ParallelDims
-from shardwright.train.config.catalog.losses import AUTO
-from shardwright.train.errors import UserError
+from shardwright.train.config.shapes.presets import Shape
+from shardwright.train.config.values import BuildSettings
+from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.finetune.adapters import adapt
 from shardwright.train.models.build import build_model
 from shardwright.train.models.language_model import LanguageModel
@@ -31,7 +32,6 @@ from shardwright.train.models.native.styles import spread_experts
 from shardwright.train.models.offers import offer_of_axis, tensor_plan
 from shardwright.train.parallel.engines import engine_of
 from shardwright.train.parallel.engines.base import Ranks
-from shardwright.train.parallel.host_memory import builds_deferred
 
 
 def make_expert_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
@@ -41,9 +41,9 @@ def make_expert_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def build_for(
-    config: Config, vocab_size: int, reads_weights: bool = True, mesh: DeviceMesh | None = None
+    settings: BuildSettings, vocab_size: int, reads_weights: bool = True, mesh: DeviceMesh | None = None
 ) -> LanguageModel:
-    """The model of `config`, for `parallelize`: without memory where the engine can shard it so.
+    """Return the model of `settings`, for `parallelize`: without memory where the engine can shard it so.
 
     Random numbers are drawn on the CPU for any device and engine, so that one seed means one model everywhere. A model
     that is not deferred reads its stored weights here, unless a checkpoint will replace them.
@@ -51,22 +51,22 @@ def build_for(
     Raises:
         UserError: the weights cannot be read, on every rank of `mesh`.
     """
-    if not builds_deferred(config):
-        return _adapted(config, vocab_size, reads_weights, mesh)
+    if not settings.builds_deferred:
+        return _adapted(settings, vocab_size, reads_weights, mesh)
     with sw.deferred_init(), torch.device("cpu"):
-        return _adapted(config, vocab_size, reads_weights=False)
+        return _adapted(settings, vocab_size, reads_weights=False)
 
 
 def _adapted(
-    config: Config, vocab_size: int, reads_weights: bool, mesh: DeviceMesh | None = None
+    settings: BuildSettings, vocab_size: int, reads_weights: bool, mesh: DeviceMesh | None = None
 ) -> LanguageModel:
-    model = build_model(config.model, vocab_size)
-    if config.train.loss != AUTO:
+    model = build_model(settings.model, vocab_size)
+    if settings.has_own_loss:
         model.has_loss = False  # the run's loss takes the place of its own
     if reads_weights:
         # A plain model does not know the other ranks. They would wait for this one in the engine's collectives.
         RankGroup.of_mesh(mesh).run_own(model.read_weights, others_raise=UserError)
-    adapt(model, config.finetune, config.run.seed)
+    adapt(model, settings.finetune, settings.seed)
     return model
 
 
@@ -79,10 +79,10 @@ def _source(model: nn.Module) -> int | None:
     return None if _is_deferred(model) else 0
 
 
-def divide_samples(model: LanguageModel, config: Config, context: Split | None) -> None:
+def divide_samples(model: LanguageModel, shape: Shape, context: Split | None) -> None:
     """Let the ranks of `context`, if any, divide the samples of the model. Before its blocks are checkpointed."""
     if context is not None:
-        offer_of_axis(config.model.shape(), "samples")(model, context)
+        offer_of_axis(shape, "samples")(model, context)
 
 
 def divide_experts(model: LanguageModel, mesh: DeviceMesh) -> None:
@@ -134,7 +134,9 @@ def parallelize(
     return spread
 
 
-def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, parallel: ParallelConfig, matrices: set[str]
+) -> torch.optim.Optimizer:
     """The configured optimizer, which decays the parameters named in `matrices` and no others.
 
     The names are those of the plain model, because FSDP1 flattens its parameters and their shapes are lost.
@@ -142,11 +144,32 @@ def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> tor
     named = [(plain_name(name, model), p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [pair for pair in named if pair[0] in matrices]
     others = [pair for pair in named if pair[0] not in matrices]
-    own = config.optimizer.entry
-    optimizer = own.build(decayed, others, config.optimizer)
-    return engine_of(config.parallel).wrap_optimizer(optimizer, own, config.optimizer)
+    own = config.entry
+    optimizer = own.build(decayed, others, config)
+    return engine_of(parallel).wrap_optimizer(optimizer, own, config)
 
 
 def matrix_names(model: nn.Module) -> set[str]:
     """Names of the plain model's parameters of two dimensions or more."""
     return {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
+
+
+def check_same_model(model: nn.Module, mesh: DeviceMesh, owner: str) -> None:
+    """Raise if the ranks have not built the same model: its names, shapes, dtypes or hashes of values differ.
+
+    Each rank calls this once, before the model is sharded and any collective depends on it. The engine finds ranks that
+    diverge later, and `rank/startup_check.py` compares what ranks have before a model exists. Tensors that get their
+    values later are compared by the operations and random numbers that make the values.
+
+    Args:
+        owner: the model in messages.
+
+    Raises:
+        UserError: they differ; on every rank the same, which names the ranks and the tensors.
+    """
+    if mesh.size() == 1:
+        return
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    remedy = "The code of the model, its files and the numbers that it draws must not depend on the rank."
+    with as_user_errors(ValueError):
+        check_states(mesh, [TakenTensor(name, tensor) for name, tensor in tensors], owner, remedy)

@@ -90,8 +90,8 @@ def pick_device(config: Config) -> torch.device:
     """The device of this rank. Raises UserError for what this rank, or every rank, cannot run. Waits for nobody."""
     _, size = rank_and_size()
     check_ranks(config, size)
-    kind = choose_device(config)
-    check_device(config, kind)
+    kind = choose_device(config.run)
+    check_device(config.train, kind)
     device = torch.device(kind)
     if kind == "cuda":
         # Who has made the group has chosen the device.

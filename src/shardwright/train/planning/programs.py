@@ -59,7 +59,7 @@ class LogitsAlone(Hooks):
         super().__init__()
         if config.run.hooks and config.validation.every:
             with as_user_errors(ExtensionError):
-                self.validation_metrics = hooks_of(config).validation_metrics
+                self.validation_metrics = hooks_of(config.run.hooks).validation_metrics
 
     def validate(self, logits: Tensor, targets: Tensor) -> list[float | Tensor]:
         return [0.0] * (2 * len(self.validation_metrics))

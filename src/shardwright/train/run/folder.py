@@ -19,7 +19,7 @@ import torch
 
 import shardwright
 from shardwright.checkpoint import folder_or_url
-from shardwright.train.config import Config, stored_config
+from shardwright.train.config import CheckpointConfig, Config, stored_config
 from shardwright.train.errors import UserError, as_user_errors, listed
 from shardwright.train.run.position import FolderOrUrl, saved_steps
 from shardwright.train.run.writing import writing
@@ -153,9 +153,9 @@ def checkpoints_near(path: Path) -> str:
     return f"; checkpoints in {path.parent}: {names}" if steps else runs_near(path)
 
 
-def checkpoints_of(folder: RunFolder, config: Config) -> FolderOrUrl:
-    """The folder or URL of a run's checkpoints. Raises UserError if `checkpoint.folder` is no such place."""
-    parent = config.checkpoint.folder
+def checkpoints_of(folder: RunFolder, settings: CheckpointConfig) -> FolderOrUrl:
+    """Return the folder or URL of a run's checkpoints. Raises UserError if `checkpoint.folder` is no such place."""
+    parent = settings.folder
     if not parent:
         return folder.checkpoints
     with as_user_errors(ValueError, prefix="checkpoint.folder: "):
@@ -166,7 +166,7 @@ def checkpoints_of(folder: RunFolder, config: Config) -> FolderOrUrl:
 def newest_saved(folder: RunFolder) -> int | None:
     """The newest step that a run has saved, whole or not; None without one. Raises OSError if a store is silent."""
     try:
-        place = checkpoints_of(folder, folder.config())
+        place = checkpoints_of(folder, folder.config().checkpoint)
     except UserError:  # nothing has begun here
         place = folder.checkpoints
     return next(iter(saved_steps(place)), None)

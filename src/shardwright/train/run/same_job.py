@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shardwright.train.config import Config
+from shardwright.train.config import Config, DataConfig
 from shardwright.train.config.catalog.kinds import kind_named
 from shardwright.train.config.schema import toml_value
 from shardwright.train.errors import UserError
@@ -101,9 +101,9 @@ def check_same_data(folder: RunFolder, sha256: str, train_tokens: int) -> None:
         )
 
 
-def recorded_tokenizer(record: Mapping[str, Any], config: Config) -> str:
+def recorded_tokenizer(record: Mapping[str, Any], data: DataConfig) -> str:
     """The setting `data.tokenizer` of a run. A hub name gets the commit that the run has used."""
-    name = config.data.tokenizer
+    name = data.tokenizer
     used = str(record["tokenizer"]["name"])
     return used if used.partition("@")[0] == name.partition("@")[0] else name
 

@@ -37,15 +37,15 @@ ACTIONS: tuple[Action, ...] = ("stop", "rewind", "skip")
 """Actions that a hook may ask for, the strongest first."""
 
 
-def hooks_of(config: Config) -> Hooks:
-    """The hooks of `[run] hooks`, each made without arguments.
+def hooks_of(paths: Sequence[str]) -> Hooks:
+    """Return the hooks of `[run] hooks`, each made without arguments.
 
     Raises:
         ExtensionError: one cannot be made.
         UserError: two have the same name or metric.
     """
     made = []
-    for path in config.run.hooks:
+    for path in paths:
         kind = named_hooks.get(path)
         made.append(called(f"Hook {kind.name!r}", kind))
     return Hooks(made)

@@ -26,16 +26,14 @@ from shardwright.activations import (
 )
 from shardwright.context import shard
 from shardwright.engine.extend import ExtensionError, call
-from shardwright.train.config import Config, TrainConfig
+from shardwright.train.config import TrainConfig
 from shardwright.train.config.catalog.figures import CROSS_ENTROPY
-from shardwright.train.config.catalog.kinds import model_in_words
 from shardwright.train.config.catalog.losses import AUTO
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.models import outputs
 from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.models.packed import whole, within_trained
 from shardwright.train.parallel.engines import Engine
-from shardwright.train.parallel.model_conflicts import BuiltJob
 from shardwright.train.parallel.world import World
 
 Result = TypeVar("Result")
@@ -73,7 +71,9 @@ class Losses:
 
     def __init__(
         self,
-        config: Config,
+        train: TrainConfig,
+        in_words: str,
+        numbers_padding: bool,
         world: World,
         engine: Engine,
         model: nn.Module,
@@ -82,14 +82,14 @@ class Losses:
         chunked: LossInForward | None,
     ) -> None:
         """`model` is `plain` after `engine` has spread it, and `chunked` its forward, or None for whole logits.
-        `vocab_size` is the tokenizer's."""
-        self._in_words = model_in_words(config.model.shape(), config.model.kind)
+        `vocab_size` is the tokenizer's, `in_words` the model in messages, and `numbers_padding` that of `BuiltJob`."""
+        self._in_words = in_words
         self._engine, self._world = engine, world
         self._model, self._vocab_size, self._chunked = model, vocab_size, chunked
         self.has_loss, self._auxiliary_sums = plain.has_loss, plain.auxiliary_sums
-        self._loss = loss_of(config.train)
-        self._name = config.train.loss
-        self._numbers_padding = BuiltJob(config, plain).numbers_padding
+        self._loss = loss_of(train)
+        self._name = train.loss
+        self._numbers_padding = numbers_padding
         #: Whether forward takes the edges of documents, so that the host need not wait for their number.
         self._takes_edges = "edges" in inspect.signature(plain.forward).parameters
         self.auxiliary = plain.auxiliary

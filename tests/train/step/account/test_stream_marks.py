@@ -22,7 +22,8 @@ from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.page.notes import notes_picture
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.step.account.step_notes import NOTED, NotesOfStep, TimedEvent
+from shardwright.train.step.account.clock import Event
+from shardwright.train.step.account.step_notes import NOTED, NotesOfStep
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank, world_mesh
 from tests.train.kit.jobs import tiny, trainer
@@ -100,7 +101,7 @@ class FakeEvent:
     def synchronize(self) -> None:
         assert self.at >= 0
 
-    def elapsed_time(self, later: TimedEvent) -> float:
+    def elapsed_time(self, later: Event) -> float:
         return float(cast(FakeEvent, later).at - self.at)
 
 

@@ -101,7 +101,14 @@ class Bench:
         config = tiny(validation={"tasks": ["mine.yaml"], "tasks_every": 2})
         # A sink of `[log] sinks` gets the figures, in a thread.
         reporter = Reporter([self.lines], {"lines": SinkThread("lines", lambda: self.lines, 2.0)})  # type: ignore[list-item, return-value]
-        self.evaluations = TaskEvaluations(config, self.folder, reporter, lambda: self.signals[0] > 0)
+        self.evaluations = TaskEvaluations(
+            config.validation,
+            config.train.steps,
+            self.folder,
+            self.folder.checkpoints,
+            reporter,
+            lambda: self.signals[0] > 0,
+        )
 
     def save(self, *steps: int) -> None:
         for step in steps:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from shardwright.common.json_text import strict_json
 from shardwright.train.commands.pages.html_file import check_place, write_page
 from shardwright.train.commands.pages.shown_run import Curve, ShownRun, read_shown_run, shortened
-from shardwright.train.report.page.curves import thinned
-from shardwright.train.report.page.document import LIMIT, document, size_of
+from shardwright.train.report.page.document import LIMIT, document, size_of, thinned
 from shardwright.train.run.evaluations import TASKS
 
 FILE = "report.html"  #: in the folder of the first run

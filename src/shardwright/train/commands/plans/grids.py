@@ -98,7 +98,7 @@ def grids_of(
     plain += [("parallel.offload", "none"), ("activations.offload", "none")]
     for axis in AXES:
         if axis.key in dict(keys):
-            plain += [(key, str(beside.value)) for key, beside in axis.needs.items() if key in SEARCHED]
+            plain += [(key, str(config.default_of(key))) for key in axis.needs if key in SEARCHED]
     fixed = with_keys(changed(config, tuple(pair for pair in plain if pair[0] not in given)), keys)
     may_change = config.parallel.facts.has_own_keys and not any(key in given for key, _ in better)
     if better and may_change and (grids := grids_of(job, config, node, chunks, with_keys(better, keys))):

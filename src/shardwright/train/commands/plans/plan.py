@@ -257,7 +257,7 @@ def is_padded(config: Config, ranks: int, verdict: Verdict) -> bool:
     from shardwright.train.parallel.host_memory import STORED, cuts  # which imports psutil
 
     parameters = sizes_of(config.model.shape()).parameters
-    return verdict.exact["parameters"] > PADDED * STORED * parameters / cuts(config, ranks)
+    return verdict.exact["parameters"] > PADDED * STORED * parameters / cuts(config.parallel, ranks)
 
 
 def _helps(verdict: Verdict, other: Verdict) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 
 from shardwright.train.config.axes import AXES, ParallelAxis, axes_that_divide
 from shardwright.train.config.catalog.engines import engines_that
 from shardwright.train.config.catalog.kinds import experts_of, kinds_that
-from shardwright.train.config.conflicts.configurations import LENGTH, must_be
+from shardwright.train.config.conflicts.configurations import LENGTH, apart
 from shardwright.train.config.conflicts.table import Conflict
 from shardwright.train.config.sections.all import Sections
 
@@ -39,10 +38,6 @@ def _experts(config: Sections) -> str:
     return "" if experts is None else experts.pattern
 
 
-def _is_used(axis: ParallelAxis, config: Sections) -> bool:
-    return bool(config.value_at(axis.key) > 1)
-
-
 def _without_experts(axis: ParallelAxis) -> Conflict[Sections]:
     """Return the row for a model without the experts that this axis divides."""
     return Conflict(
@@ -71,11 +66,7 @@ STARTED: tuple[Conflict[Sections], ...] = (
     *map(_without_plan, axes_that_divide("layers", "experts")),
     *map(_without_experts, axes_that_divide("experts")),
     *map(_without_whole, axes_that_divide("layers", "experts")),
-    *(
-        must_be(beside.value, key, axis.key, functools.partial(_is_used, axis), beside.why)
-        for axis in AXES
-        for key, beside in axis.needs.items()
-    ),
+    *(apart(key, axis.key, why) for axis in AXES for key, why in axis.needs.items()),
     *map(_compiled_by_user, axes_that_divide("samples")),
     Conflict(
         ("train.compile", "parallel.param_dtype", "model.pattern"),

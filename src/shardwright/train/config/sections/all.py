@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwright.train.config.catalog.losses import AUTO
 from shardwright.train.config.sections.activations import ActivationConfig
 from shardwright.train.config.sections.base import Section
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
@@ -17,6 +18,7 @@ from shardwright.train.config.sections.parallel import ParallelConfig
 from shardwright.train.config.sections.run import RunConfig
 from shardwright.train.config.sections.train import TrainConfig
 from shardwright.train.config.sections.validation import ValidationConfig
+from shardwright.train.config.values import BuildSettings, DataSettings
 
 
 class Sections(Section):
@@ -52,6 +54,15 @@ class Sections(Section):
         return bool(self.value_at(key) != self.default_of(key))
 
     @property
-    def gathers_float8(self) -> bool:
-        """Whether weights are gathered in float8, which takes weights of a class that sees to it."""
-        return self.train.float8 == "tensorwise" and self.parallel.facts.gathers_float8
+    def for_data(self) -> DataSettings:
+        """The settings from which the samples of the run follow."""
+        train = self.train
+        return DataSettings(self.data, self.validation, train.seq_len, train.global_batch, self.run.seed)
+
+    @property
+    def for_building(self) -> BuildSettings:
+        """The settings from which a rank builds its model."""
+        train = self.train
+        return BuildSettings(
+            self.model, self.finetune, self.parallel, train.float8, train.loss != AUTO, self.run.seed
+        )

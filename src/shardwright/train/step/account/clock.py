@@ -88,7 +88,9 @@ class StepClock:
 class Event(Protocol):
     """An event of a device's stream that keeps its time."""
 
-    def record(self) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
 
     def elapsed_time(self, later: Any) -> float:
         """Milliseconds until a later event. Both are over."""

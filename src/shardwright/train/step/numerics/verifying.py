@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.engine import OWN, HashKey, RankGroup, state_hashes
-from shardwright.train.config import Config
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.step.numerics.replaying import replay
 
@@ -30,17 +29,24 @@ class CorruptionError(JobError):
 
 
 def twice(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, step: int, trial: Work, work: Work
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    trial: Work,
+    work: Work,
+    in_backward: bool,
+    graphed: bool,
 ) -> Tensor:
     """Do the work of a step, after a trial of it whose gradients are dropped, and compare all bits of the gradients.
 
-    `trial` and `work` compute the same. With an optimizer that steps in backward `trial` must not step.
+    `trial` and `work` compute the same. If the optimizer steps `in_backward`, `trial` must not step. `graphed`: a CUDA
+    graph does the work.
 
     Raises, on all ranks:
         CorruptionError: gradients differ, or weights or optimizer state changed during the trial, or copies differ.
         UserError: the ranks compute other gradients each time.
     """
-    in_backward, hashes_own = config.optimizer.in_backward, not config.train.cuda_graph
+    hashes_own = not graphed
     before = state_hashes(model, [optimizer])
 
     def check_state_is_unchanged() -> None:

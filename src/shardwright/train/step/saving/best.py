@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from shardwright.train.config import Config
+from shardwright.train.config import DataConfig
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import LOSSES, SET_PREFIX, StepRecord, of_sets
 from shardwright.train.errors import UserError
@@ -28,8 +28,9 @@ class BestCheckpoint(TrainerHook):
     """Finds the best checkpoint. A resumed run finds the same one: values of earlier sessions come from metrics.jsonl.
 
     Args:
-        config: has the name of the figure: `loss`, `validation_loss`, `validation_loss/` and the name of a set, a
-            metric of a hook, or `validation_` and one.
+        figure: its name: `loss`, `validation_loss`, `validation_loss/` and the name of a set, a metric of a hook, or
+            `validation_` and one.
+        data: `[data]`, which has the sets for validation.
         folder: of the run.
         hooks: of the run; they say of which metrics a higher value is better.
         say: prints a line.
@@ -41,10 +42,12 @@ class BestCheckpoint(TrainerHook):
         UserError: no step has this figure.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, hooks: Hooks, say: Callable[[str], None]) -> None:
-        self.figure, self._folder, self._say = config.checkpoint.keep_best, folder, say
+    def __init__(
+        self, figure: str, data: DataConfig, folder: RunFolder, hooks: Hooks, say: Callable[[str], None]
+    ) -> None:
+        self.figure, self._folder, self._say = figure, folder, say
         self.warnings: list[str] = []
-        sets = of_sets(config.data.validation_sets)
+        sets = of_sets(data.validation_sets)
         known = [
             *LOSSES,
             *sets,

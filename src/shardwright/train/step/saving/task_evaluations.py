@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardwright.engine import heartbeat
 from shardwright.engine.comm import noted
-from shardwright.train.config import Config
+from shardwright.train.config import ValidationConfig
 from shardwright.train.config.catalog.hooks import Job, TrainerHook
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.config.sections.validation import YAML
@@ -33,8 +33,8 @@ from shardwright.train.run.evaluations import (
     note_failures,
     unfinished_steps,
 )
-from shardwright.train.run.folder import RunFolder, checkpoints_of
-from shardwright.train.run.position import asking_store, remove_step, saved_steps
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.position import FolderOrUrl, asking_store, remove_step, saved_steps
 from shardwright.train.step.trainer import Trainer
 
 POLL_SECONDS = 0.2
@@ -52,16 +52,25 @@ class TaskEvaluations(TrainerHook):
     stays until its evaluation has ended.
 
     Args:
-        config, folder: of the run.
+        settings: `[validation]`.
+        steps: of the run.
+        folder: of the run.
+        checkpoints: their place.
         reporter: gets results, and warnings about evaluations that fail.
         is_stopped: whether a signal asks the run to end.
     """
 
     def __init__(
-        self, config: Config, folder: RunFolder, reporter: Reporter, is_stopped: Callable[[], bool]
+        self,
+        settings: ValidationConfig,
+        steps: int,
+        folder: RunFolder,
+        checkpoints: FolderOrUrl,
+        reporter: Reporter,
+        is_stopped: Callable[[], bool],
     ) -> None:
-        self._settings, self._steps = config.validation, config.train.steps
-        self._folder, self._checkpoints = folder, checkpoints_of(folder, config)
+        self._settings, self._steps = settings, steps
+        self._folder, self._checkpoints = folder, checkpoints
         self._reporter, self._is_stopped = reporter, is_stopped
         self._running: EvaluationProcess | None = None
         self._waiting: int | None = None
