@@ -15,8 +15,8 @@ from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt
 from shardwright.train.models.build import model_of
 from shardwright.train.models.hf import counting
-from shardwright.train.models.hf.counting import count_by_kinds
 from shardwright.train.models.hf.documents import unnoticed
+from shardwright.train.models.hf.flops import count_by_kinds
 from shardwright.train.step.model_facts import ModelFacts
 from tests.train.kit.jobs import tiny
 from tests.train.models.kit.foreign import NATIVE

@@ -234,7 +234,8 @@ def _without_values(shape: Shape) -> nn.Module:
 
 
 def _with_base(config: Config) -> nn.Module:
-    """The model with its frozen parameters, which no checkpoint holds, and with the run's adapters before training."""
+    """Return the model with its frozen parameters, which no checkpoint holds, and with the run's adapters before
+    training."""
     torch.manual_seed(config.run.seed)
     model = model_of(config.model.shape())
     model.read_weights()
@@ -281,7 +282,7 @@ def reader_by_kind(shape: Shape) -> str | None:
 
 
 def _reader_of(model: nn.Module, folder: Path) -> str:
-    """The call that loads safetensors with the names of a module.
+    """Return the call that loads safetensors with the names of a module.
 
     torch's ``load_state_dict`` reports the further names of tied weights as missing, so it is not for these.
     """
@@ -304,7 +305,7 @@ def _reader_of_adapters(config: Config, base: str, folder: Path) -> str:
 
 
 def in_words(exported: Exported) -> str:
-    """The line that the command prints."""
+    """Return the line that the command prints."""
     size = f"{exported.tensors} tensors, {exported.nbytes / 1e6:.1f} MB"
     return f"{exported.folder}: step {exported.step}, {size}; {exported.reader}"
 
@@ -338,7 +339,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, longest: int, template: 
 
 
 def tokenizer_config(tokenizer: Tokenizer, template: str | None = None) -> dict[str, Any]:
-    """The content of tokenizer_config.json for a tokenizer.json without one.
+    """Return the content of tokenizer_config.json for a tokenizer.json without one.
 
     Without it transformers takes the class of tokenizer that the model type has, and no tokens that begin and end a
     text. A name that the chat template uses stays without a text, as it was in training.

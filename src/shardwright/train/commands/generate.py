@@ -25,7 +25,8 @@ from shardwright.train.step import loading
 
 
 def texts_begin(data: DataConfig, tokenizer: Tokenizer) -> bool:
-    """Whether texts of the run begin with the tokenizer's begin token. Conversations begin as their template does."""
+    """Return whether texts of the run begin with the tokenizer's begin token. Conversations begin as their template
+    does."""
     if tokenizer.begin is None or {each.kind for each in data.training} != {"conversations"}:
         return tokenizer.begin is not None
     template = template_of(data, tokenizer)
@@ -42,9 +43,9 @@ def generate(
     chat: bool = False,
     step: int | None = None,
 ) -> str:
-    """The prompt and the text that the run's checkpoint of a step, or its newest whole one, puts after it. With `chat`
-    the prompt is a message of the user, the run's chat template makes the text of it that the model continues, and only
-    the reply is returned.
+    """Return the prompt and the text that the run's checkpoint of a step, or its newest whole one, puts after it. With
+    `chat` the prompt is a message of the user, the run's chat template makes the text of it that the model continues,
+    and only the reply is returned.
 
     This text has at most `tokens` tokens, and ends before the first token that ends a document for the tokenizer or its
     generation_config.json. An empty prompt asks for a document from its beginning.

@@ -48,7 +48,8 @@ class UnitShapes:
 
 
 def units_of(model: LanguageModel) -> list[UnitShapes]:
-    """The units into which `train.parallel` cuts the model, in the order in which they run; none without parameters."""
+    """Return the units into which `train.parallel` cuts the model, in the order in which they run; none without
+    parameters."""
     names = {module: name for name, module in model.named_modules()}
     alone = [*lookups_of(model), *model.blocks()]
     together: list[list[nn.Module]] = [*([module] for module in alone), model.head()]

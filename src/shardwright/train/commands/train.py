@@ -83,7 +83,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
 
 
 def _checked_ranks(config: Config, nproc: int | None, resume: str | None) -> int:
-    """The number of ranks, with which this machine can run the job. Raises UserError."""
+    """Return the number of ranks, with which this machine can run the job. Raises UserError."""
     ranks = _number_of_ranks(config, nproc)
     START.doing("checking the configuration")
     check_ranks(config, ranks, resume is not None)
@@ -101,7 +101,7 @@ def _check_files(config: Config) -> None:
 
 
 def _with_packages(config: Config) -> Config:
-    """The configuration. Raises UserError if a package of a sink is missing, or tasks cannot be evaluated."""
+    """Return the configuration. Raises UserError if a package of a sink is missing, or tasks cannot be evaluated."""
     check_packages(config.log.sinks)
     if config.validation.tasks:
         # Its imports take seconds.
@@ -125,7 +125,7 @@ def refuse_config(error: UserError, resume: str | None, debug: bool) -> int:
 
 
 def _rank() -> ModuleType:
-    """The module with the work of a rank. Its import takes seconds, so the launcher does not import it."""
+    """Return the module with the work of a rank. Its import takes seconds, so the launcher does not import it."""
 
     from shardwright.train.rank import process
 
@@ -155,7 +155,7 @@ def _can_run(config: Config, ranks: int) -> bool:
 
 
 def without_nproc(argv: list[str]) -> list[str]:
-    """The command line for a rank, which must not launch again."""
+    """Return the command line for a rank, which must not launch again."""
     remaining_arguments, skip = [], False
     for argument in argv:
         if skip:

@@ -59,7 +59,7 @@ class Material:
     known: Known
 
     def parts(self) -> list[Tokens]:
-        """The parts of the run."""
+        """Return the parts of the run."""
         return [self.tokens] if self.is_whole else parts_of(self.known, self.tokens)[:-1]
 
     @property
@@ -143,7 +143,7 @@ class Dataset:
         return sum(each.tokens.spelled for each in (*self.materials, *self.validation_materials))
 
     def question(self) -> Question:
-        """The beginning of the validation text, or of the training text. For conversations and completions, the
+        """Return the beginning of the validation text, or of the training text. For conversations and completions, the
         first one with a prompt, up to its first learnt token."""
         for stream in (self.validation, self.train):
             if stream is None:
@@ -219,7 +219,7 @@ def check_special_tokens(settings: DataSettings, dataset: Dataset) -> None:
 
 
 def continued(settings: DataSettings, dataset: Dataset, known: Sequence[Known]) -> Dataset:
-    """The samples of a run that knows this of its sources, without documents that were appended since.
+    """Return the samples of a run that knows this of its sources, without documents that were appended since.
 
     Raises UserError where documents were changed or removed, and where some were appended without `data.appended`.
     """
@@ -230,8 +230,8 @@ def continued(settings: DataSettings, dataset: Dataset, known: Sequence[Known]) 
 
 
 def extended(settings: DataSettings, dataset: Dataset, samples: int) -> tuple[Dataset, list[str]]:
-    """The samples of a run from here on, after its first `samples` ones: with documents that were appended, where
-    `data.appended` asks for them. Also lines that say so."""
+    """Return the samples of a run from here on, after its first `samples` ones: with documents that were appended,
+    where `data.appended` asks for them. Also lines that say so."""
     materials, lines = [], []
     for each, epoch in zip(dataset.materials, dataset.train.epochs_under_way(samples), strict=False):
         documents = appended_documents(each.known, each.tokens)
@@ -260,7 +260,7 @@ def extended(settings: DataSettings, dataset: Dataset, samples: int) -> tuple[Da
 
 
 def _recognised(settings: DataSettings, material: Material, known: Known) -> Material:
-    """The source with what a run knows of it. Raises as `continued`."""
+    """Return the source with what a run knows of it. Raises as `continued`."""
     tokens = material.tokens
     same = known.identity == material.known.identity
     if same and not known.epochs and known.documents == sum(file.documents for file in known.files):
@@ -281,8 +281,8 @@ def _dataset(
     materials: Sequence[Material],
     validation: Sequence[Material],
 ) -> Dataset:
-    """The samples of sources. Without sources for `validation` a part of each is kept for it, of its first part: what
-    no step trains on stays the same when documents are appended."""
+    """Return the samples of sources. Without sources for `validation` a part of each is kept for it, of its first part:
+    what no step trains on stays the same when documents are appended."""
     training, kept = [], []
     for each in materials:
         first, *more = each.parts()
@@ -342,7 +342,7 @@ def _dataset(
 
 
 def validation_samples(settings: DataSettings, stream: Stream) -> int:
-    """The samples that each validation is computed on, the first ones of the stream."""
+    """Return the samples that each validation is computed on, the first ones of the stream."""
     windows = sum(source.samples for source in stream.sources)
     return min(windows, settings.validation.batches * settings.global_batch)
 
@@ -381,13 +381,14 @@ def _identity(settings: DataSettings, tokens: Tokens) -> str:
 
 
 def _ends_count_for_nothing(settings: DataSettings, tokens: Tokens) -> bool:
-    """Whether the documents are one text, cut into samples wherever they end: bytes that are split, without a mask."""
+    """Return whether the documents are one text, cut into samples wherever they end: bytes that are split, without a
+    mask."""
     one_text = settings.data.packing == "split" and not settings.data.separates
     return one_text and tokens.ids.dtype == np.uint8 and tokens.trained is None and bool(tokens.sha256)
 
 
 def template_of(data: DataConfig, tokenizer: Tokenizer) -> str | None:
-    """The chat template of a run: that of data.chat_template, else the tokenizer's own. None: there is none.
+    """Return the chat template of a run: that of data.chat_template, else the tokenizer's own. None: there is none.
 
     Raises UserError if the file cannot be read."""
     template = _template(data)
@@ -405,8 +406,8 @@ def _template(data: DataConfig) -> str | None:
 def read_template(
     data: DataConfig, of_run: str = "", way: str = "set the path of a jinja template"
 ) -> str | None:
-    """The text of the file data.chat_template; None: it is not set. `of_run` and `way` are for the UserError about a
-    file that cannot be read."""
+    """Return the text of the file data.chat_template; None: it is not set. `of_run` and `way` are for the UserError
+    about a file that cannot be read."""
     try:
         return Path(data.chat_template).read_text(encoding="utf-8") if data.chat_template else None
     except (OSError, UnicodeDecodeError) as error:

@@ -25,7 +25,7 @@ def write_data_record(folder: RunFolder, dataset: Dataset) -> None:
 
 
 def resumed_data(settings: DataSettings, folder: RunFolder, dataset: Dataset) -> tuple[Dataset, list[str]]:
-    """The samples that a resumed run had, and lines about what is different now.
+    """Return the samples that a resumed run had, and lines about what is different now.
 
     Raises UserError if its documents were changed or removed, or if there are new ones without `data.appended`.
     """
@@ -45,7 +45,7 @@ def resumed_data(settings: DataSettings, folder: RunFolder, dataset: Dataset) ->
 
 
 def _read(folder: RunFolder) -> tuple[list[Known], str]:
-    """The documents of each source, and the digest of the validation source."""
+    """Return the documents of each source, and the digest of the validation source."""
     try:
         content: Any = json.loads(folder.data_file.read_text(encoding="utf-8"))
         return [Known.from_json(each) for each in content["sources"]], str(content["validation"])

@@ -69,7 +69,8 @@ class TorchrunLaunch:
 
 
 def agent() -> str | None:
-    """The torchrun process that started this rank: host, process and time of its start. None without torchrun."""
+    """Return the torchrun process that started this rank: host, process and time of its start. None without
+    torchrun."""
     if not under_torchrun():
         return None
     process = agent_process()
@@ -77,7 +78,7 @@ def agent() -> str | None:
 
 
 def agent_process() -> psutil.Process:
-    """The torchrun process that started this rank: the nearest one above it that has no variables of a rank.
+    """Return the torchrun process that started this rank: the nearest one above it that has no variables of a rank.
 
     A script may be in between. It is another process at each restart.
     """
@@ -93,7 +94,8 @@ def agent_process() -> psutil.Process:
 
 
 def _start_of(process: psutil.Process) -> str:
-    """The start time of a process, the same for all that ask. psutil's time on Linux moves when the clock is set."""
+    """Return the start time of a process, the same for all that ask. psutil's time on Linux moves when the clock is
+    set."""
     try:
         with open(f"/proc/{process.pid}/stat", encoding="utf-8", errors="replace") as stream:
             return stream.read().rpartition(")")[2].split()[19]

@@ -24,7 +24,8 @@ TEMPERATURE, TOP_K, NEW_TOKENS = 0.8, 50, 200
 def generation_settings(
     model: ModelConfig, tokenizer: Tokenizer, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """The content of generation_config.json: the base's, if it has one, else the defaults of `shardwright generate`.
+    """Return the content of generation_config.json: the base's, if it has one, else the defaults of `shardwright
+    generate`.
 
     Args:
         model: `[model]` of the run.
@@ -58,8 +59,8 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def with_ids(values: Mapping[str, Any], model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Values of a base's config.json or generation_config.json with the ids that the run's tokenizer changes: all, or
-    with the base's own tokenizer only further ends."""
+    """Return values of a base's config.json or generation_config.json with the ids that the run's tokenizer changes:
+    all, or with the base's own tokenizer only further ends."""
     base = base_of(model.shape())
     if base is None or not _is_of(base, tokenizer):
         return {**values, **special_ids(tokenizer)}
@@ -81,7 +82,8 @@ def ends_of_export(model: ModelConfig, tokenizer: Tokenizer) -> list[int]:
 
 
 def tokenizer_beside(shape: HuggingFaceShape) -> FromFile | None:
-    """The tokenizer beside a model's config.json, also in the hub's cache. None: there is none that can be read."""
+    """Return the tokenizer beside a model's config.json, also in the hub's cache. None: there is none that can be
+    read."""
     file = shape.folder / FILE
     try:
         return FromFile(file) if file.is_file() else None
@@ -90,13 +92,13 @@ def tokenizer_beside(shape: HuggingFaceShape) -> FromFile | None:
 
 
 def _is_of(shape: HuggingFaceShape, tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer is the one beside the model."""
+    """Return whether the tokenizer is the one beside the model."""
     beside = tokenizer_beside(shape)
     return beside is not None and beside.fingerprint == tokenizer.fingerprint
 
 
 def _settings_of(shape: HuggingFaceShape, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """The base's generation_config.json. None: it has none."""
+    """Return the base's generation_config.json. None: it has none."""
     if is_folder(shape.path):
         return _read(Path(shape.path) / GENERATION)
     try:
@@ -109,7 +111,7 @@ def _settings_of(shape: HuggingFaceShape, say: Callable[[str], None]) -> dict[st
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """The content of a JSON file; None: there is no such file."""
+    """Return the content of a JSON file; None: there is no such file."""
     if not file.is_file():
         return None
     try:
@@ -125,5 +127,5 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _listed(value: object) -> list[int]:
-    """An id, a list of ids or None, as a list."""
+    """Return an id, a list of ids or None, as a list."""
     return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]

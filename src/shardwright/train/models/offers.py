@@ -109,13 +109,13 @@ def offers_of_kind(kind: Kind) -> Offers:
 
 
 def layers_of(shape: Any) -> Layers | None:
-    """The layers of a shape's model; None if there are no models with some of them."""
+    """Return the layers of a shape's model; None if there are no models with some of them."""
     layers = offers_of(shape).layers
     return None if layers is None else layers(shape)
 
 
 def offer(shape: Any, what: str, key: str) -> Any:
-    """The function ``what`` of the Offers of a shape's kind. A configuration asks for it with ``key``.
+    """Return the function ``what`` of the Offers of a shape's kind. A configuration asks for it with ``key``.
 
     Raises:
         UserError: it offers no such thing.
@@ -155,7 +155,8 @@ class Sizes:
 
 @functools.lru_cache(8)
 def sizes_of(shape: Shape) -> Sizes:
-    """The sizes of the model of that shape. Where the shape's class does not say them the model is built on meta."""
+    """Return the sizes of the model of that shape. Where the shape's class does not say them the model is built on
+    meta."""
     if hasattr(shape, "parameters"):
         return Sizes(shape.parameters, shape.table_numel, shape.largest_parameter)
     import torch
@@ -176,7 +177,8 @@ def tensor_plan(shape: Shape, experts: DeviceMesh | None = None) -> Plan:
 
 
 def uneven(shape: Shape, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
-    """Keys whose values these many tensor-parallel ranks cannot cut, the values, and of what they must be multiples."""
+    """Return keys whose values these many tensor-parallel ranks cannot cut, the values, and of what they must be
+    multiples."""
     offer_of_axis(shape, "layers")
     sizes = offers_of(shape).uneven
     return [] if sizes is None else sizes(shape, seq_len, ranks)

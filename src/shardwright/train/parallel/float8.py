@@ -76,7 +76,7 @@ def convert(model: LanguageModel, settings: BuildSettings) -> None:
 
 
 def _chooses_experts(name: str) -> bool:
-    """Whether a layer of that name gives the scores of experts: near ties must not fall by rounding."""
+    """Return whether a layer of that name gives the scores of experts: near ties must not fall by rounding."""
     return not {"router", "gate"}.isdisjoint(name.split("."))
 
 

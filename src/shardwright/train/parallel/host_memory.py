@@ -38,7 +38,7 @@ class BuildingBytes:
 
 
 def building_bytes(settings: BuildSettings, ranks: int, device: str) -> BuildingBytes:
-    """The bytes of one of `ranks` ranks that compute on `device`."""
+    """Return the bytes of one of `ranks` ranks that compute on `device`."""
     sizes, parallel = sizes_of(settings.model.shape()), settings.parallel
     tables = STORED * sizes.tables
     if not settings.builds_deferred:
@@ -49,7 +49,7 @@ def building_bytes(settings: BuildSettings, ranks: int, device: str) -> Building
 
 
 def _reason(settings: BuildSettings) -> str:
-    """The key for which every rank builds the whole model."""
+    """Return the key for which every rank builds the whole model."""
     if settings.parallel.facts.builds_in_shards:
         return f"train.float8 = {settings.float8!r}; 'rowwise' and 'none' build it in shards"
     builders = engines_that(lambda engine: engine.builds_in_shards, style=repr)
@@ -68,7 +68,8 @@ def cuts(parallel: ParallelConfig, ranks: int) -> int:
 
 
 def ranks_of_host(ranks: int, launched: bool) -> int:
-    """Number of the ranks on this host. `launched`: another program started this rank; it may set LOCAL_WORLD_SIZE."""
+    """Return the number of the ranks on this host. `launched`: another program started this rank; it may set
+    LOCAL_WORLD_SIZE."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if launched else ranks
 
 

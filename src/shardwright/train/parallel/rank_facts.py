@@ -25,7 +25,7 @@ def under_launcher() -> bool:
 
 
 def collective_timeout() -> timedelta:
-    """The time to wait for other ranks. Raises UserError if SHARDWRIGHT_TIMEOUT is no valid time."""
+    """Return the time to wait for other ranks. Raises UserError if SHARDWRIGHT_TIMEOUT is no valid time."""
     text = os.environ.get("SHARDWRIGHT_TIMEOUT")
     if not text:
         return COLLECTIVE_TIMEOUT

@@ -35,7 +35,7 @@ from shardwright.train.parallel.engines.base import Ranks
 
 
 def make_expert_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks in other dimensions: those that have the same experts, then those that divide them."""
+    """Return the same ranks in other dimensions: those that have the same experts, then those that divide them."""
     axes = dims.expert_axes
     return make_mesh(mesh.device_type, tuple(axes.values()), tuple(axes))
 
@@ -75,7 +75,7 @@ def _is_deferred(model: nn.Module) -> bool:
 
 
 def _source(model: nn.Module) -> int | None:
-    """The rank whose values tensor-parallel ranks take; None: each its own, which are the same."""
+    """Return the rank whose values tensor-parallel ranks take; None: each its own, which are the same."""
     return None if _is_deferred(model) else 0
 
 
@@ -111,7 +111,7 @@ def parallel_loss(dims: ParallelDims) -> AbstractContextManager[object]:
 def parallelize(
     model: LanguageModel, config: ParallelConfig, mesh: DeviceMesh, reads_weights: bool = True
 ) -> nn.Module:
-    """The model, ready to train on the ranks of `mesh` with the engine of `config`. May return the same object.
+    """Return the model, ready to train on the ranks of `mesh` with the engine of `config`. May return the same object.
 
     With an engine that builds in shards it may be a deferred one, which gets its values here: stored ones if it has any
     and `reads_weights`, else drawn ones.
@@ -137,7 +137,7 @@ def parallelize(
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, parallel: ParallelConfig, matrices: set[str]
 ) -> torch.optim.Optimizer:
-    """The configured optimizer, which decays the parameters named in `matrices` and no others.
+    """Return the configured optimizer, which decays the parameters named in `matrices` and no others.
 
     The names are those of the plain model, because FSDP1 flattens its parameters and their shapes are lost.
     """
@@ -150,7 +150,7 @@ def build_optimizer(
 
 
 def matrix_names(model: nn.Module) -> set[str]:
-    """Names of the plain model's parameters of two dimensions or more."""
+    """Return the names of the plain model's parameters of two dimensions or more."""
     return {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
 
 

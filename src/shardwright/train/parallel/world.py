@@ -45,7 +45,7 @@ class World:
 
     @classmethod
     def of(cls, config: ParallelConfig, rank: int, size: int, device: torch.device) -> World:
-        """The world of one of `size` ranks, whose process group exists. Called by all ranks together."""
+        """Return the world of one of `size` ranks, whose process group exists. Called by all ranks together."""
         dims = config.dims(size)
         mesh = _mesh_of(dims.axes, device)
         context = None
@@ -87,7 +87,8 @@ def _mesh_of(axes: Mapping[str, int], device: torch.device) -> DeviceMesh:
 
 
 def pick_device(config: Config) -> torch.device:
-    """The device of this rank. Raises UserError for what this rank, or every rank, cannot run. Waits for nobody."""
+    """Return the device of this rank. Raises UserError for what this rank, or every rank, cannot run. Waits for
+    nobody."""
     _, size = rank_and_size()
     check_ranks(config, size)
     kind = choose_device(config.run)
@@ -108,7 +109,8 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def _local_gpu() -> int:
-    """The index of this rank's GPU among those that it sees. A scheduler may show each rank one GPU of its own."""
+    """Return the index of this rank's GPU among those that it sees. A scheduler may show each rank one GPU of its
+    own."""
     local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if local < count:
         return local

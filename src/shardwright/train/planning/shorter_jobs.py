@@ -39,7 +39,8 @@ class Series:
     traces: int = 2
 
     def saves(self, least: int) -> bool:
-        """Whether the configurations from which a plan is made, of ``least`` parts and more, have fewer together."""
+        """Return whether the configurations from which a plan is made, of ``least`` parts and more, have fewer
+        together."""
         return self.parts > sum(least + i for i in range(self.traces))
 
 
@@ -107,7 +108,7 @@ def _traces(config: Config) -> int:
 
 
 def _repeated(items: Sequence[Hashable]) -> tuple[int, int, int]:
-    """The longest part of a list that repeats a piece: its first item, the piece's length, and how often."""
+    """Return the longest part of a list that repeats a piece: its first item, the piece's length, and how often."""
     best = 0, 0, 0
     for period in range(1, len(items) // 2 + 1):
         first = 0

@@ -63,7 +63,7 @@ def watched(
 
 
 def _framed(folder: RunFolder, text: str) -> str:
-    """The text that our launcher prints about a hang: an error, and how to continue."""
+    """Return the text that our launcher prints about a hang: an error, and how to continue."""
     _, size = rank_and_size()
     text = text if size > 1 else text.removeprefix("rank 0: ")
     return "\n".join([f"error: {text}", "the job has ended", *to_continue(folder, size)])

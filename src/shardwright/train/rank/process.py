@@ -149,7 +149,7 @@ class LaunchedRank:
         return _met(rank, size)
 
     def open(self, config: Config, resume: str | None, world: World) -> OpenedRun:
-        """The folder that the launcher chose. The first rank shares its lock."""
+        """Return the folder that the launcher chose. The first rank shares its lock."""
         folder = RunFolder(Path(os.environ[FOLDER_VARIABLE]))
         lock = share(folder.path) if world.is_first else nullcontext()
         return OpenedRun(lock, resume is not None, JobEnd(folder, attempt_of_launcher(), speaks=False))
@@ -173,14 +173,14 @@ class LaunchedRank:
 
 
 def _met(rank: int, size: int) -> dist.Store:
-    """The store of the ranks of this attempt."""
+    """Return the store of the ranks of this attempt."""
     patience = max(collective_timeout(), PATIENCE)
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=patience)))
     return fresh_store(store, rank, size, patience.total_seconds())
 
 
 def _contact() -> dist.TCPStore:
-    """The launcher's store."""
+    """Return the launcher's store."""
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 

@@ -79,7 +79,7 @@ def _unique_folder(name: str) -> Path:
 
 
 def find_run(run: RunConfig, resume: str) -> RunFolder:
-    """The run to continue: the folder `resume`. For "" it is `run.dir`, else the newest run with that name."""
+    """Return the run to continue: the folder `resume`. For "" it is `run.dir`, else the newest run with that name."""
     if resume or run.dir:
         folder = RunFolder(Path(resume or run.dir))
         if not folder.exists():
@@ -102,8 +102,8 @@ def find_run(run: RunConfig, resume: str) -> RunFolder:
 
 
 def as_saved(config: Config, resume: str) -> Config:
-    """The configuration for going on with a run, with the run's own `data.special_tokens` and `model.vocab_size` unless
-    it has them.
+    """Return the configuration for going on with a run, with the run's own `data.special_tokens` and `model.vocab_size`
+    unless it has them.
 
     `resume`: as for :func:`find_run`, or CONTINUE, whose run need not exist yet.
     """
@@ -122,7 +122,7 @@ def as_saved(config: Config, resume: str) -> Config:
 
 
 def open_folder(config: Config, resume: str | None) -> tuple[RunFolder, FolderLock]:
-    """The folder of the run, and its lock. No other run may use the folder until the lock is released."""
+    """Return the folder of the run, and its lock. No other run may use the folder until the lock is released."""
     if resume is None:
         folder = create_run(config.run)
         with writing(folder.path):

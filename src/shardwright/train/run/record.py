@@ -72,7 +72,7 @@ def _write(folder: RunFolder, content: dict[str, Any]) -> None:
 
 
 def sessions_of(folder: RunFolder) -> int:
-    """The number of sessions in run.json."""
+    """Return the number of sessions in run.json."""
     try:
         return len(folder.record()["sessions"])
     except UserError:
@@ -80,7 +80,7 @@ def sessions_of(folder: RunFolder) -> int:
 
 
 def session_after(folder: RunFolder, sessions_before: int) -> Mapping[str, Any]:
-    """The last session in run.json, if there are more than so many; else empty."""
+    """Return the last session in run.json, if there are more than so many; else empty."""
     try:
         sessions = folder.record()["sessions"]
     except UserError:

@@ -26,7 +26,7 @@ def check_steps(train: TrainConfig, settings: CheckpointConfig, folder: RunFolde
 
 
 def _is_whole(checkpoint: FolderOrUrl) -> bool:
-    """Whether a checkpoint here is known to be whole. A large one is not read: the ranks find out."""
+    """Return whether a checkpoint here is known to be whole. A large one is not read: the ranks find out."""
     from shardwright.checkpoint import (
         open_checkpoint,  # imports the engine, which a launcher needs for this alone
     )
@@ -45,12 +45,12 @@ def _is_whole(checkpoint: FolderOrUrl) -> bool:
 
 
 def only_end_is_missing(train: TrainConfig, folder: RunFolder, done: int) -> bool:
-    """Whether a run has `done` all its steps, but was ended before it could write its results."""
+    """Return whether a run has `done` all its steps, but was ended before it could write its results."""
     return done == train.steps and folder.record().get("status") != "finished"
 
 
 def no_more_steps(train: TrainConfig, folder: RunFolder, done: int) -> str:
-    """The error of a resume to no further step than the `done` ones."""
+    """Return the error of a resume to no further step than the `done` ones."""
     if train.epochs:
         return (
             f"train.epochs: expected more than the {counted(done, 'step')} that {folder.path} already has, found "

@@ -232,8 +232,8 @@ def validate(trainer: Trainer) -> Validation:
 
 
 def _totals(trainer: Trainer, stream: Stream, names: Sequence[str]) -> Tensor:
-    """This rank's sums and counts over the validation samples of a stream, float64 [1 + metrics, 2]: of the loss, then
-    of the metrics. The count of the loss stays 0: all ranks know it."""
+    """Return this rank's sums and counts over the validation samples of a stream, float64 [1 + metrics, 2]: of the
+    loss, then of the metrics. The count of the loss stays 0: all ranks know it."""
     train, world = trainer.config.train, trainer.world
     samples = validation_samples(trainer.config.for_data, stream)
     rounds = math.ceil(samples / (world.data_size * train.micro_batch))
@@ -262,7 +262,7 @@ def _totals(trainer: Trainer, stream: Stream, names: Sequence[str]) -> Tensor:
 @heartbeat.during(heartbeat.SAMPLE)
 @torch.no_grad()
 def sample_text(trainer: Trainer) -> Sample:
-    """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits.
+    """Return a prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits.
 
     The text may end early, see `sample`. It is the reason in brackets if the logits are not finite.
     """

@@ -40,7 +40,7 @@ class Feed:
         self._loader: Loader | None = None  # from a position on, until `close`
 
     def next(self, position: Position) -> tuple[StepBatches, Untrained | None]:
-        """The data of the next step, and the global batches before it that have no trained token.
+        """Return the data of the next step, and the global batches before it that have no trained token.
 
         Ranks need not agree on them: each knows the number of trained tokens of the whole global batch.
         """
@@ -66,8 +66,8 @@ class Feed:
         return torch.arange(samples.start, samples.stop, device=self._world.device)
 
     def seed(self, position: Position, number: int) -> int:
-        """The seed of what forward draws for micro-batch `number`: a function of its first sample, so also after a
-        resume."""
+        """Return the seed of what forward draws for micro-batch `number`: a function of its first sample, so also after
+        a resume."""
         text = f"{self._seed} {self._share.samples(position.samples, number).start}"
         if (split := self._world.context) is not None:  # other tokens of the same samples
             text += f" {split.rank}"
@@ -81,7 +81,7 @@ class Feed:
 
 
 def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
-    """The tensors of batches in one row: a graph of a step has nothing but tensors for arguments."""
+    """Return the tensors of batches in one row: a graph of a step has nothing but tensors for arguments."""
     return [
         each
         for batch in batches
@@ -91,7 +91,7 @@ def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
 
 
 def batches_of(tensors: Sequence[Tensor], separate: bool) -> list[Batch]:
-    """The batches of :func:`tensors_of`, whose documents are numbered if `separate`."""
+    """Return the batches of :func:`tensors_of`, whose documents are numbered if `separate`."""
     if not separate:
         return [Batch(tensors[i], tensors[i + 1], None, None) for i in range(0, len(tensors), 2)]
     return [Batch(*tensors[i : i + 5]) for i in range(0, len(tensors), 5)]

@@ -132,8 +132,8 @@ def _train(
 def _built(
     config: Config, run: OpenedRun, dataset: Dataset, world: World
 ) -> tuple[Trainer, LoadedRun | None]:
-    """The model in training, with its adapters. If the run goes on, it is at the newest checkpoint, which is returned,
-    too."""
+    """Return the model in training, with its adapters. If the run goes on, it is at the newest checkpoint, which is
+    returned, too."""
     folder, resumes = run.folder, run.resumes
     loaded = None
     START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
@@ -161,8 +161,8 @@ def _built(
 def _opened_reports(
     trainer: Trainer, loaded: LoadedRun | None, run: OpenedRun, stack: ExitStack, stop: StopRequest
 ) -> tuple[Reports, TaskEvaluations | None]:
-    """The record and the sinks, with the lines before the first step, and the hooks, set up. `stack` closes them. Also
-    the evaluations of tasks; None on ranks but the first, and without tasks."""
+    """Return the record and the sinks, with the lines before the first step, and the hooks, set up. `stack` closes
+    them. Also the evaluations of tasks; None on ranks but the first, and without tasks."""
     folder, config = run.folder, trainer.config
     record = open_record(trainer, folder, run.attempt) if trainer.world.is_first else None
     reporter = Reporter([]) if record is None else open_reporter(trainer, folder, record, run.attempt)
@@ -196,7 +196,7 @@ def _run_steps(
     saved: Callable[[int], None] | None,
     evaluations: TaskEvaluations | None,
 ) -> LoopEnd:
-    """The steps that the run still has to do, with its checkpoints."""
+    """Return the steps that the run still has to do, with its checkpoints."""
 
     def note_saved(step: int) -> None:
         if saved is not None:

@@ -47,7 +47,6 @@ from shardwright.train.step.loading import LoadedRun
 from shardwright.train.step.losses import Losses
 from shardwright.train.step.model_facts import ModelFacts
 from shardwright.train.step.numerics import detect, verifying
-from shardwright.train.step.numerics.fault import may_be_spike
 from shardwright.train.step.numerics.not_finite import check_rates
 from shardwright.train.step.reduction import Agreed, OwnPart, Reduction, StepResult, add_up
 from shardwright.train.step.saving.saves import Saves
@@ -249,8 +248,8 @@ class Trainer:
         return self._end(started, agreed, left_out)
 
     def _goes_on_after(self, step: int) -> bool:
-        """Whether the next step may begin before the host knows the numbers of this one: not if the state after this
-        one is saved, validated, traced or recorded, and not if the run ends."""
+        """Return whether the next step may begin before the host knows the numbers of this one: not if the state after
+        this one is saved, validated, traced or recorded, and not if the run ends."""
         config = self.config
         periods = config.checkpoint.every, config.validation.every, config.validation.tasks_every
         first, last = config.profile.steps or (0, 0)
@@ -267,8 +266,8 @@ class Trainer:
     def _begun_after(
         self, before: StartedStep, stop: StopRequest, save_ended: bool
     ) -> StartedStep | Exception:
-        """The step after one whose numbers are not known, or the error with which it failed: the step before it is
-        reported first."""
+        """Return the step after one whose numbers are not known, or the error with which it failed: the step before it
+        is reported first."""
         here, samples = self.position, before.first + self.config.train.global_batch
         self.position = replace(here, step=before.number, samples=samples)
         try:
@@ -344,13 +343,13 @@ class Trainer:
             losses = self.world.figures(self.position.past.losses)
             if before is not None:
                 losses = torch.cat([losses, before.reduction.loss[None]])
-            wrong = wrong | may_be_spike(reduction.loss, losses[-settings.spike_window :], settings)
+            wrong = wrong | detect.may_be_spike(reduction.loss, losses[-settings.spike_window :], settings)
         if before is not None and before.left_out is not None:
             wrong = wrong | before.left_out.bool()
         return wrong.float()
 
     def _end(self, started: StartedStep, agreed: Agreed, left_out: Agreed | None) -> StepResult:
-        """The result of a step whose numbers the host has read, which has its optimizer step now if it had none.
+        """Return the result of a step whose numbers the host has read, which has its optimizer step now if it had none.
 
         `left_out`: its numbers when it was done first, and the device left it out; None if it was done once.
         """
@@ -378,7 +377,7 @@ class Trainer:
         return StepResult(agreed, loss, auxiliary, started.rate, fault, data.untrained, repeat)
 
     def _next_data(self) -> StepData:
-        """The data of the next step. The position moves over global batches without a trained token."""
+        """Return the data of the next step. The position moves over global batches without a trained token."""
         heartbeat.at(heartbeat.DATA)
         self.clock.to("data")
         started = time.perf_counter()
@@ -422,8 +421,8 @@ class Trainer:
         return self.engine.clip_gradients(self.model, limit), None
 
     def _fault(self, agreed: Agreed, gradients: StepGradients, votes: Sequence[Fault]) -> Fault | None:
-        """The fault of the step on all ranks: of its numbers, or one that a hook has asked for. `votes`: of this rank's
-        hooks."""
+        """Return the fault of the step on all ranks: of its numbers, or one that a hook has asked for. `votes`: of this
+        rank's hooks."""
         with recipe.parallel_loss(self.world.dims):
             fault = detect.fault_of_step(self.state, agreed, gradients.shares, gradients.again)
         return fault or detect.fault_of_hooks(self.state, agreed, votes)
@@ -462,8 +461,8 @@ class Trainer:
         return verifying.twice(self.model, self.optimizer, step, trial, work, in_backward, graphed)
 
     def _forward_backward(self, weights: Tensor, *tensors: Tensor, completes: bool = True) -> Tensor:
-        """The tensors of one micro-batch after another, see `tensors_of`; returns the losses summed over the tokens:
-        cross-entropy, then the auxiliary ones, float64 [1 + auxiliaries].
+        """Return the tensors of one micro-batch after another, see `tensors_of`; returns the losses summed over the
+        tokens: cross-entropy, then the auxiliary ones, float64 [1 + auxiliaries].
 
         Unless it `completes` the step, the last micro-batch is as those before it.
         """

@@ -15,7 +15,7 @@ from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.run.position import saved_steps
-from shardwright.train.step.numerics.fault import FaultError
+from shardwright.train.step.numerics.detect import FaultError
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.train.kit.jobs import HYBRID, tiny, trainer

@@ -246,7 +246,7 @@ def _computed(
 
 
 def _results(request: Mapping[str, Any], stream: IO[bytes], advice: str) -> dict[str, Any]:
-    """The results of lm-eval in a process of its own, which prints to `stream`. `advice`: where to read that."""
+    """Return the results of lm-eval in a process of its own, which prints to `stream`. `advice`: where to read that."""
     with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
         files = Path(temporary) / "request.json", Path(temporary) / "result.json"
         files[0].write_text(strict_json(request), encoding="utf-8")
@@ -266,8 +266,9 @@ def _results(request: Mapping[str, Any], stream: IO[bytes], advice: str) -> dict
 
 
 def tasks_of(found: Mapping[str, Any], limit: int | None, chat: bool = False) -> dict[str, dict[str, Any]]:
-    """The results of lm-eval, by name of a task: metrics with value, standard error and whether a higher one is better,
-    each None if it is not known; and the samples, shots and versions behind them, and whether `chat` templates are."""
+    """Return the results of lm-eval, by name of a task: metrics with value, standard error and whether a higher one is
+    better, each None if it is not known; and the samples, shots and versions behind them, and whether `chat` templates
+    are."""
     tasks: dict[str, dict[str, Any]] = {}
     for name, figures in found["results"].items():
         metrics = {}

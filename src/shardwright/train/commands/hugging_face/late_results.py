@@ -48,7 +48,7 @@ def send(folder: RunFolder, step: int, tasks: Mapping[str, Any], say: Callable[[
 
 
 def _problem(folder: RunFolder, name: str, uses_folder: bool) -> str:
-    """The reason why a sink cannot go on with the run. Empty: it can."""
+    """Return the reason why a sink cannot go on with the run. Empty: it can."""
     if not named_sinks.get(name).reopens:
         return "it cannot go on with a run that has ended"
     if uses_folder:

@@ -28,7 +28,7 @@ SEARCHED = (
 
 
 def with_only(job: PlannedJob, only: Sequence[str]) -> PlannedJob:
-    """The job for a search that changes these keys alone: the others are given, with their own values.
+    """Return the job for a search that changes these keys alone: the others are given, with their own values.
 
     Raises:
         UserError: no search changes one of the keys.
@@ -45,7 +45,7 @@ def with_only(job: PlannedJob, only: Sequence[str]) -> PlannedJob:
 def further_settings(
     config: Config, ranks: int, figures: Figures, given: Mapping[str, str]
 ) -> tuple[list[tuple[Keys, ...]], list[tuple[Keys, ...]], list[Keys]]:
-    """Values of expert and of tensor parallelism, of context parallelism, and of offload, that may be tried.
+    """Return values of expert and of tensor parallelism, of context parallelism, and of offload, that may be tried.
 
     Args:
         config: the job.
@@ -70,7 +70,7 @@ def further_settings(
 
 
 def divides_loss(job: PlannedJob, config: Config, plan: Plan, grids: Sequence[Sequence[Axis]]) -> bool:
-    """Whether all logits of a step together are large, and the loss of this model can be computed in chunks.
+    """Return whether all logits of a step together are large, and the loss of this model can be computed in chunks.
 
     ``grids``: with chunks of the loss. A plan of the first point shows whether they are possible, and is needed later.
     """
@@ -130,7 +130,7 @@ def _divides(job: PlannedJob, keys: Keys) -> bool:
 def axes_of(
     config: Config, ranks: int, node: int, given: Mapping[str, str], chunks: bool = False
 ) -> Iterator[list[Axis]]:
-    """The grids of settings: one with blocks that inductor compiles, and one with the job's own `train.compile`.
+    """Yield the grids of settings: one with blocks that inductor compiles, and one with the job's own `train.compile`.
 
     Args:
         config: the job.
@@ -161,7 +161,7 @@ def _values(key: str, values: Iterable[object]) -> tuple[Keys, ...]:
 
 
 def _micro_batches(config: Config, data: int) -> list[int]:
-    """Sizes of micro-batches that divide a rank's samples of a step, each at least twice the one after it."""
+    """Return sizes of micro-batches that divide a rank's samples of a step, each at least twice the one after it."""
     whole = config.train.global_batch // data
     sizes = [1]
     for n in range(2, whole + 1):
@@ -196,5 +196,5 @@ def _strategies(config: Config, data: int, node: int) -> Iterator[Keys]:
 
 
 def changed(config: Config, keys: Keys) -> Keys:
-    """The keys whose values are not those of the job."""
+    """Return the keys whose values are not those of the job."""
     return tuple((key, value) for key, value in keys if str(config.value_at(key)) != value)

@@ -154,7 +154,7 @@ def end_search() -> None:
 def program_of(
     config: Config, ranks: int, caches: bool = True, kind: Literal["cpu", "cuda"] = "cuda"
 ) -> Program:
-    """The program of the configuration on devices of this kind, from the cache if it is there."""
+    """Return the program of the configuration on devices of this kind, from the cache if it is there."""
     key = cache_key(config, ranks, kind) if caches else None
     program = load_program(key) if key is not None else None
     if program is None:
@@ -191,7 +191,7 @@ def program_and_verdict(
 
 
 def head(config: Config, ranks: int, device: Device) -> str:
-    """The lines about a job above its plan."""
+    """Return the lines about a job above its plan."""
     train, parallel = config.train, config.parallel
     parameters = sizes_of(config.model.shape()).parameters
     count = train.accumulation_steps(parallel.dims(ranks).data)
@@ -211,7 +211,7 @@ def head(config: Config, ranks: int, device: Device) -> str:
 
 
 def assumptions(config: Config, assumed: Sequence[str]) -> Iterator[str]:
-    """Lines on what a plan assumes. ``assumed``: keys whose values nobody gave."""
+    """Yield lines on what a plan assumes. ``assumed``: keys whose values nobody gave."""
     if assumed:
         yield "assumed  what config.json does not say; each of these options changes it:"
         words = " ".join(f"--{key}\0{config.value_at(key)}" for key in assumed)
@@ -227,7 +227,7 @@ def assumptions(config: Config, assumed: Sequence[str]) -> Iterator[str]:
 
 
 def one_line(error: Exception) -> str:
-    """The error of a plan that should not fail, for a row."""
+    """Return the error of a plan that should not fail, for a row."""
     return f"{type(error).__name__}: {' '.join(str(error).split()):.100}"
 
 
@@ -248,7 +248,8 @@ def _edits_to_try(config: Config, ranks: int, verdict: Verdict) -> list[Keys]:
 
 
 def is_padded(config: Config, ranks: int, verdict: Verdict) -> bool:
-    """Whether this rank has much more of the weights than its part, because a layout cuts few rows for many ranks.
+    """Return whether this rank has much more of the weights than its part, because a layout cuts few rows for many
+    ranks.
 
     An example are packed experts: 8 rows, one for each expert, on 64 ranks.
     """
@@ -261,7 +262,7 @@ def is_padded(config: Config, ranks: int, verdict: Verdict) -> bool:
 
 
 def _helps(verdict: Verdict, other: Verdict) -> bool:
-    """Whether a changed job needs less of the memory that the job lacks."""
+    """Return whether a changed job needs less of the memory that the job lacks."""
     if verdict.needs_more_host:
         return other.host_need < verdict.host_need
     return other.unlimited.reserved < verdict.unlimited.reserved

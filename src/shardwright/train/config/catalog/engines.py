@@ -130,6 +130,7 @@ assert tuple(ENGINES) == get_args(EngineName)
 def engines_that(
     has: Callable[[EngineFacts], bool], last: str = "or", style: Callable[[str], str] = str
 ) -> str:
-    """The names of the engines with a fact, for a message: "shardwright, ddp or none". `style`: repr for quotes."""
+    """Return the names of the engines with a fact, for a message: "shardwright, ddp or none". `style`: repr for
+    quotes."""
     *names, final = (style(row.name) for row in _ROWS if has(row))
     return f"{', '.join(names)} {last} {final}" if names else final

@@ -83,7 +83,7 @@ FREEZING = ("freeze", "train_only")
 
 
 def _losses(config: Sections) -> list[str]:
-    """The figures of a run without hooks of which one can be the best."""
+    """Return the figures of a run without hooks of which one can be the best."""
     return [*LOSSES, *of_sets(config.data.validation_sets)]
 
 

@@ -33,7 +33,7 @@ def _without_whole(axis: ParallelAxis) -> Conflict[Sections]:
 
 
 def _experts(config: Sections) -> str:
-    """The pattern of a model with experts; empty for other models."""
+    """Return the pattern of a model with experts; empty for other models."""
     experts = experts_of(config.model.shape())
     return "" if experts is None else experts.pattern
 

@@ -39,18 +39,18 @@ class Sections(Section):
     profile: ProfileConfig = ProfileConfig()
 
     def value_at(self, key: str) -> Any:
-        """The value of a key, as SECTION.KEY."""
+        """Return the value of a key, as SECTION.KEY."""
         section, _, name = key.partition(".")
         return getattr(getattr(self, section), name)
 
     def default_of(self, key: str) -> Any:
-        """The default of such a key."""
+        """Return the default of such a key."""
         section, _, name = key.partition(".")
         fields = type(getattr(self, section)).model_fields
         return fields[name].get_default(call_default_factory=True)
 
     def changes(self, key: str) -> bool:
-        """Whether the value of such a key is not the default."""
+        """Return whether the value of such a key is not the default."""
         return bool(self.value_at(key) != self.default_of(key))
 
     @property

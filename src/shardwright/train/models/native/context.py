@@ -85,7 +85,7 @@ def check_hybrid(shape: HybridConfig, config: Config) -> None:
 def _documents_in(
     split: Split, documents_BS: Tensor | None, tokens_BS: Tensor, edges: Tensor | None
 ) -> Documents | None:
-    """The documents of the whole samples."""
+    """Return the documents of the whole samples."""
     return documents_of(documents_BS, tokens_BS.repeat(1, split.ranks if split.divides else 1), edges)
 
 
@@ -149,7 +149,7 @@ def _mixed(
 
 
 def _parameters_of_heads(rank: int, part: _OwnHeads, module: Mamba2) -> dict[str, Tensor]:
-    """The parameters with which a rank mixes, as they are at this moment."""
+    """Return the parameters with which a rank mixes, as they are at this moment."""
     c, own = module.config, part.config
     groups = [(rank * own.mamba_groups + place) // part.copies for place in range(own.mamba_groups)]
     width = own.mamba_heads * c.mamba_head_dim

@@ -93,7 +93,7 @@ class Attention(nn.Module):
         return self.wo(self.attend(q_BSHK, k_BSHK, v_BSHK, documents).flatten(2))
 
     def attend(self, q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, documents: Documents | None) -> Tensor:
-        """The means of the values that each token sees, by its scores: [B, S, H, K]."""
+        """Return the means of the values that each token sees, by its scores: [B, S, H, K]."""
         if documents is not None:
             return attend(q_BSHK, k_BSHK, v_BSHK, documents)
         out_BHSK = F.scaled_dot_product_attention(

@@ -43,7 +43,8 @@ class Mamba2(nn.Module):
         return self.out_proj(self.normalised(y_BSHP.flatten(2) * F.silu(gate)))
 
     def mixed(self, convolved: Tensor, dt_BSH: Tensor, documents: Documents | None) -> Tensor:
-        """The part in which tokens see earlier ones: convolution and scan, [B, S, H, P] of [B, S, C] and the steps."""
+        """Return the part in which tokens see earlier ones: convolution and scan, [B, S, H, P] of [B, S, C] and the
+        steps."""
         c = self.config
         if documents is None:
             padded = F.pad(convolved.transpose(1, 2), (c.conv_width - 1, 0))
@@ -64,7 +65,8 @@ class Mamba2(nn.Module):
         return y_BSHP + self.skip[:, None] * x_BSHP
 
     def convolved_within(self, documents: Documents, x_BSC: Tensor) -> Tensor:
-        """The convolution that sees zeros before each document. Summed in float32, as a convolution kernel does."""
+        """Return the convolution that sees zeros before each document. Summed in float32, as a convolution kernel
+        does."""
         total_BSC = self.conv_bias.float()
         for back, weight_C in enumerate(self.conv_weight.float()[:, 0].flip(-1).unbind(-1)):
             earlier_BSC = F.pad(x_BSC, (0, 0, back, 0))[:, : x_BSC.shape[1]].float()

@@ -113,5 +113,5 @@ class ShardwrightEngine(UnitEngine):
 
 
 def _axes_of(parameter: Tensor) -> tuple[str, ...]:
-    """The names of the dimensions of the mesh that a parameter is on; none for a plain parameter."""
+    """Return the names of the dimensions of the mesh that a parameter is on; none for a plain parameter."""
     return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()

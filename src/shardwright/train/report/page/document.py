@@ -50,7 +50,7 @@ script-src '{script_hash}'; base-uri 'none'; form-action 'none'">
 
 
 def document(title: str, data: Mapping[str, Any]) -> str:
-    """The text of an HTML file.
+    """Return the text of an HTML file.
 
     Args:
         title: of the browser's tab.
@@ -78,12 +78,12 @@ def document(title: str, data: Mapping[str, Any]) -> str:
 
 
 def size_of(text: str) -> int:
-    """The bytes of a file with this text, which must be fewer than `LIMIT`."""
+    """Return the bytes of a file with this text, which must be fewer than `LIMIT`."""
     return len(text.encode())
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    """The data as JSON that no HTML parser takes for a tag, a comment or an entity."""
+    """Return the data as JSON that no HTML parser takes for a tag, a comment or an entity."""
     text = strict_json(data, compact=True)
     for character, escape in _ESCAPES.items():
         text = text.replace(character, escape)

@@ -59,7 +59,7 @@ class StepClock:
         """The device has done all work that was queued before the wait."""
 
     def end(self) -> tuple[float, dict[Part, float]]:
-        """The step has ended: its seconds, and those of each part."""
+        """Return the step has ended: its seconds, and those of each part."""
         self.to("host")
         return self._at - self._started, self._seconds.copy()  # collectives between steps change the original
 
@@ -181,7 +181,7 @@ class DeviceClock(StepClock):
 
 
 def clock_for(device: torch.device, cuda_graph: bool = False, reads_each: bool = True) -> StepClock:
-    """The clock of steps on this device.
+    """Return the clock of steps on this device.
 
     Args:
         device: the device.

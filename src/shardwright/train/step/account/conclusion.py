@@ -52,7 +52,7 @@ class Reports(NamedTuple):
 
 
 def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopEnd) -> Outcome:
-    """The end of a session, after its last step. The order:
+    """Return the end of a session, after its last step. The order:
 
     1. All ranks: the memory of the rank with most, and a sample of text. After a signal there is no time for a sample.
     2. The first rank: the results, the picture, the end of hooks and sinks, the summary.
@@ -86,7 +86,7 @@ def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopE
 
 
 def largest_memory(trainer: Trainer, peak: int) -> dict[str, int]:
-    """Bytes for run.json, each of the rank with most. `peak`: of this rank. Called by all ranks together."""
+    """Return bytes for run.json, each of the rank with most. `peak`: of this rank. Called by all ranks together."""
     memory = torch.tensor([peak, *engine_memory(trainer)], device=trainer.world.device)
     with noted("all-reduce of memory", None):
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
@@ -95,8 +95,8 @@ def largest_memory(trainer: Trainer, peak: int) -> dict[str, int]:
 
 
 def engine_memory(trainer: Trainer) -> tuple[int, int]:
-    """Bytes of this rank: parameters, optimizer state and buffers between steps, and the most that the engine leased
-    during a step. -1 with other engines, and before a whole step."""
+    """Return bytes of this rank: parameters, optimizer state and buffers between steps, and the most that the engine
+    leased during a step. -1 with other engines, and before a whole step."""
     if not trainer.config.parallel.facts.reports_memory:
         return -1, -1
     memory = sw.memory_report(trainer.model, trainer.optimizer)
@@ -123,8 +123,8 @@ def session_results(trainer: Trainer, folder: RunFolder, reports: Reports, early
 
 
 def best_result(best: BestCheckpoint, checkpoints: FolderOrUrl, reporter: Reporter) -> dict[str, Any]:
-    """The best checkpoint for run.json. Empty if no checkpoint has a finite value, or if their store does not answer:
-    the run is done and saved all the same."""
+    """Return the best checkpoint for run.json. Empty if no checkpoint has a finite value, or if their store does not
+    answer: the run is done and saved all the same."""
     try:
         best_step = best.among(saved_steps(checkpoints))
     except OSError as error:
@@ -144,7 +144,7 @@ def draw_losses(trainer: Trainer, folder: RunFolder, records: plots.Records) -> 
 
 
 def stop_text(trainer: Trainer, folder: RunFolder, reporter: Reporter, number: int) -> str:
-    """Lines after a stop by a signal."""
+    """Return lines after a stop by a signal."""
     lines = [
         *reporter.stopped,
         *reporter.failed_saves,
@@ -156,7 +156,7 @@ def stop_text(trainer: Trainer, folder: RunFolder, reporter: Reporter, number: i
 
 
 def warnings_of(reports: Reports, results: Mapping[str, Any]) -> list[str]:
-    """The warnings of the summary, in their order."""
+    """Return the warnings of the summary, in their order."""
     reporter, best = reports.reporter, reports.best
     return [
         *reporter.stopped,
@@ -175,7 +175,7 @@ def summary(
     warnings: Sequence[str],
     sessions: int,
 ) -> str:
-    """The lines after the last step of a run of so many sessions, for the terminal and the summary's file."""
+    """Return the lines after the last step of a run of so many sessions, for the terminal and the summary's file."""
     sample_lines = []
     if sampled is not None:
         texts = (sampled.prompt, sampled.expected or "", sampled.generated)
@@ -242,7 +242,7 @@ def summary(
 
 
 def _perplexity(name: str, loss: float) -> str:
-    """The perplexity of a loss on a set for validation, in words; empty for other metrics."""
+    """Return the perplexity of a loss on a set for validation, in words; empty for other metrics."""
     return f" (perplexity {math.exp(loss):,.2f})" if name.startswith(SET_PREFIX) and loss < 700 else ""
 
 
@@ -253,7 +253,7 @@ def in_shares(shares: Mapping[str, float]) -> str:
 
 
 def best_lines(results: Mapping[str, Any], checkpoints: FolderOrUrl) -> list[str]:
-    """The summary's line about the best checkpoint."""
+    """Return the summary's line about the best checkpoint."""
     if "best" not in results:
         return []
     step, (name, value) = results["best"]["step"], list(results["best"].items())[-1]

@@ -54,7 +54,7 @@ def before_steps(settings: BuildSettings, data: DataConfig, dataset: Dataset, re
 
 
 def of_first_loss(trainer: Trainer, loss: float) -> str | None:
-    """The notice about the loss of step 1. None if there is nothing to explain."""
+    """Return the notice about the loss of step 1. None if there is nothing to explain."""
     train = trainer.config.train
     if train.loss not in (AUTO, "cross_entropy"):
         return None  # another loss of equally likely tokens is not known
@@ -85,7 +85,8 @@ def first_loss_in_words(
     per_micro_batch: float = 1.0,
     pretrained: bool = False,
 ) -> str | None:
-    """The reason why the first loss is above ln(tokens), the loss of equally likely tokens. None if it is not above.
+    """Return the reason why the first loss is above ln(tokens), the loss of equally likely tokens. None if it is not
+    above.
 
     Args:
         loss: the first loss.
@@ -120,13 +121,13 @@ def first_loss_in_words(
 
 
 def _pretrained_base(shape: Any) -> HuggingFaceShape | None:
-    """The model of whose weights training begins, if any."""
+    """Return the model of whose weights training begins, if any."""
     base = base_of(shape)
     return base if base is not None and base.weights == "pretrained" else None
 
 
 def _cut_conversation(data: DataConfig, dataset: Dataset) -> str | None:
-    """A conversation or a completion whose end alone is in validation."""
+    """Return a conversation or a completion whose end alone is in validation."""
     fraction = data.split_fraction
     for source, material in zip(data.training, dataset.materials, strict=False):
         if fraction and source.kind != "documents" and cuts_document(material.parts()[0], fraction):
@@ -157,12 +158,12 @@ def _other_tokenizer(model: ModelConfig, data: DataConfig, tokenizer: Tokenizer)
 
 
 def _is_of_bytes(tokenizer: FromFile) -> bool:
-    """Whether a tokenizer is the one that an export of ours has written for bytes."""
+    """Return whether a tokenizer is the one that an export of ours has written for bytes."""
     return bool(json.loads(tokenizer.file.read_bytes()) == byte_tokenizer.tokenizer_json())
 
 
 def _unknown_end_of_turns(model: ModelConfig, data: DataConfig, dataset: Dataset) -> str | None:
-    """The token that ends a turn in the data, if a generation does not end there."""
+    """Return the token that ends a turn in the data, if a generation does not end there."""
     tokenizer = dataset.tokenizer
     last = _end_of_turn(data, dataset)
     if last is None or tokenizer.file is None or last in (ends := ends_of_export(model, tokenizer)):
@@ -179,7 +180,7 @@ def _unknown_end_of_turns(model: ModelConfig, data: DataConfig, dataset: Dataset
 
 
 def _end_of_turn(data: DataConfig, dataset: Dataset) -> int | None:
-    """The last trained token of the first conversation that has one: as the template writes it. None without."""
+    """Return the last trained token of the first conversation that has one: as the template writes it. None without."""
     for source, material in zip(data.training, dataset.materials, strict=True):
         tokens = material.tokens
         if source.kind != "conversations" or tokens.trained is None:

@@ -43,7 +43,7 @@ NO_TIME = -1
 
 
 def calls_dtensor(train: TrainConfig, parallel: ParallelConfig) -> bool:
-    """Whether a step calls collectives of DTensor that a listener can hear: not those inside compiled blocks."""
+    """Return whether a step calls collectives of DTensor that a listener can hear: not those inside compiled blocks."""
     return parallel.parts_of("layers") > 1 and train.compile == "none" and not train.cuda_graph
 
 

@@ -68,7 +68,7 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
 
 
 def gradients(model: nn.Module) -> Iterator[Named]:
-    """The gradients in the order of backward: what is wrong in one passes into those after it."""
+    """Yield the gradients in the order of backward: what is wrong in one passes into those after it."""
     for name, parameter in reversed(list(model.named_parameters())):
         gradient = parameter.grad
         if gradient is not None and not isinstance(gradient, SteppedGradient):
@@ -76,7 +76,8 @@ def gradients(model: nn.Module) -> Iterator[Named]:
 
 
 def floats_of(tensor: Tensor) -> list[Tensor]:
-    """This rank's floating-point values behind a tensor, without classes of one byte, which have no arithmetic."""
+    """Return this rank's floating-point values behind a tensor, without classes of one byte, which have no
+    arithmetic."""
     return [
         each.detach()  # here, because a sharded tensor takes ten times as long
         for each in plain_tensors(tensor)
@@ -86,8 +87,8 @@ def floats_of(tensor: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def is_wrong(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    """Whether this rank's weights or optimizer state have a value that is not finite: bool, 0-d, on the device of the
-    first weight. It does not wait for the device."""
+    """Return whether this rank's weights or optimizer state have a value that is not finite: bool, 0-d, on the device
+    of the first weight. It does not wait for the device."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for named in state_tensors(model, optimizer):
         for each in floats_of(named.tensor):
@@ -104,7 +105,8 @@ def is_wrong(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
 def first_bad(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, kinds: tuple[str, ...]
 ) -> tuple[str, set[str]]:
-    """In words the first tensor of any rank with values that are not finite, and the kinds that have such values."""
+    """Return in words the first tensor of any rank with values that are not finite, and the kinds that have such
+    values."""
     bad: list[Bad] = []
     order = list(MEANINGS)
     tensors = [*state_tensors(model, optimizer), *gradients(model)]
@@ -136,7 +138,7 @@ def _in_words(named: Named, count: int, rank: int) -> str:
 
 @torch.no_grad()
 def largest_gradient(model: nn.Module, rank: int) -> str:
-    """In words the gradient with the largest value, where all are finite and their norm is not."""
+    """Return in words the gradient with the largest value, where all are finite and their norm is not."""
     largest: tuple[float, str] = (-1.0, "")
     for named in gradients(model):
         for each in floats_of(named.tensor):
@@ -151,7 +153,7 @@ def largest_gradient(model: nn.Module, rank: int) -> str:
 
 
 def ranks_with_bad_loss(share: Tensor) -> list[int]:
-    """The ranks whose own part of the losses is not finite."""
+    """Return the ranks whose own part of the losses is not finite."""
     finite = RankGroup().all_gather(bool(share.isfinite().all()))
     return [rank for rank, each in enumerate(finite) if not each]
 
@@ -207,7 +209,7 @@ def hooks_see_gradients(parallel: ParallelConfig, train: TrainConfig) -> bool:
 def computed_by(
     model: nn.Module, optimizer: torch.optim.Optimizer, work: Callable[[], Tensor], rank: int
 ) -> Blame | None:
-    """The rank whose own gradient is not finite, or is the largest; None without any gradient.
+    """Return the rank whose own gradient is not finite, or is the largest; None without any gradient.
 
     `work` does forward and backward of the step again. Called by all ranks together, with no gradient left that is
     still needed. `hooks_see_gradients` must hold.
@@ -225,7 +227,7 @@ def computed_by(
 
 
 def _suspect_of(gradients: Sequence[_RankGradient], rank: int) -> Suspect | None:
-    """This rank's suspect; None without any gradient."""
+    """Return this rank's suspect; None without any gradient."""
     suspects = [
         Suspect(place, rank, _gradient_in_words(gradient), float(gradient.largest))
         for place, gradient in enumerate(gradients)

@@ -54,7 +54,8 @@ def twice(
             _refuse(step, changed, "changed while nothing writes it")
 
     def hashed_trial() -> tuple[sw.GradientHashes, set[str]]:
-        """The hashes of a trial, and the names of the buffers that it changes. It leaves everything as it was."""
+        """Return the hashes of a trial, and the names of the buffers that it changes. It leaves everything as it
+        was."""
         moving: set[str] = set()
         with replay(model, optimizer, moving), sw.hash_gradients(model, own=hashes_own) as hashes:
             trial()
@@ -96,7 +97,7 @@ def verify_copies(
 
 
 def _changed(before: dict[HashKey, int], now: dict[HashKey, int]) -> list[sw.Difference]:
-    """Values whose bits differ from before, with the ranks where they do."""
+    """Return values whose bits differ from before, with the ranks where they do."""
     everyones = RankGroup().all_gather([key for key in before if now.get(key) != before[key]])
     ranks_of_values: dict[HashKey, list[int]] = {}
     for rank, keys in enumerate(everyones):

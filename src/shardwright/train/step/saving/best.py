@@ -71,8 +71,8 @@ class BestCheckpoint(TrainerHook):
             self._values[record.step] = self._value(vars(record))
 
     def among(self, steps: Collection[int]) -> Best | None:
-        """The best of these steps; the earlier of equal ones. None: none of them has the figure, or all values are nan
-        or infinite, of which a line warns."""
+        """Return the best of these steps; the earlier of equal ones. None: none of them has the figure, or all values
+        are nan or infinite, of which a line warns."""
         if self._values is None:
             self._values = {
                 each["step"]: self._value(each) for each in read_records(self._folder.metrics_file)
@@ -99,7 +99,7 @@ class BestCheckpoint(TrainerHook):
             self._values[step] = None
 
     def _value(self, record: Mapping[str, Any]) -> float | None:
-        """The value of the figure; None if the step has none."""
+        """Return the value of the figure; None if the step has none."""
         value = record.get(self.figure) if self.figure in LOSSES else None
         if self.figure.startswith(SET_PREFIX):
             value = record.get("validation_losses", {}).get(self.figure.removeprefix(SET_PREFIX))

@@ -157,7 +157,8 @@ class TaskEvaluations(TrainerHook):
     # -- checkpoints that are in use --------------------------------------------------------------------------------
 
     def unused(self, steps: Collection[int]) -> list[int]:
-        """The steps of these whose checkpoints may be deleted now. The others are deleted after their evaluation."""
+        """Return the steps of these whose checkpoints may be deleted now. The others are deleted after their
+        evaluation."""
         self._look()
         used = self._used()
         self._postponed |= {step for step in steps if step in used}
@@ -253,7 +254,7 @@ class TaskEvaluations(TrainerHook):
             self._reporter.say(f"warning: checkpoint of step {step}: cannot delete it: {error}")
 
     def _used(self) -> list[int]:
-        """The steps of the evaluations that run and wait."""
+        """Return the steps of the evaluations that run and wait."""
         running = None if self._running is None else self._running.step
         return [step for step in (running, self._waiting) if step is not None]
 
