@@ -76,7 +76,7 @@ def launch_until_done(
 ) -> int:
     """Start the ranks, and again while the settings allow it. Returns the status of the job.
 
-    `can_run`: whether so many ranks can run the job.
+    `can_run`: says whether a number of ranks can run the job.
     """
     # torch's handlers would unwind the launcher; ours store the signals over all attempts.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
@@ -156,7 +156,7 @@ def _eyes(config: Config, processes: SubprocessContext, folder: RunFolder) -> It
 
 
 def environment(rank: int, attempt: Attempt, port: int, folder: RunFolder) -> dict[str, str]:
-    """The environment that torchrun would set for this rank, and the folder of the run."""
+    """Return the environment that torchrun would set for this rank, and the folder of the run."""
     ranks = attempt.ranks
     variables = {
         "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,

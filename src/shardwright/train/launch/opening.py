@@ -60,7 +60,7 @@ class OpenedRun:
 
 
 def open_run(config: Config, resume: str | None, launch: TorchrunLaunch | None = None) -> OpenedRun:
-    """The run's folder, locked: new or to resume; for a later attempt of a launch by torchrun the first one's.
+    """Return the run's folder, locked: new or to resume; for a later attempt of a launch by torchrun the first one's.
 
     With `CONTINUE` it is `run.dir`. The run there goes on from its newest checkpoint, or without one from the start.
 

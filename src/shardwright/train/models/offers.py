@@ -177,7 +177,7 @@ def tensor_plan(shape: Shape, experts: DeviceMesh | None = None) -> Plan:
 
 
 def uneven(shape: Shape, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
-    """Return keys whose values these many tensor-parallel ranks cannot cut, the values, and of what they must be
+    """Return the keys whose values these many tensor-parallel ranks cannot cut, the values, and of what they must be
     multiples."""
     offer_of_axis(shape, "layers")
     sizes = offers_of(shape).uneven

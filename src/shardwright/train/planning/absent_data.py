@@ -63,7 +63,7 @@ class AbsentData:
 
     @classmethod
     def of(cls, config: Config, ranks: int, declare: Callable[[Tensor], object] = id) -> AbsentData:
-        """Return the data of a run on so many ranks."""
+        """Return the data of a run on `ranks` ranks."""
         stream = AbsentStream(config.train.seq_len, False, declare=declare)
         count = ROUNDS * config.parallel.dims(ranks).data * config.train.micro_batch
         validation = replace(stream, windows=count) if config.validation.every else None

@@ -77,7 +77,7 @@ def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda"
     ``kind``: of the devices. The process must not have joined a process group.
 
     Raises:
-        UserError: the configuration does not fit so many ranks, or has a setting that no plan covers.
+        UserError: the configuration does not fit the number of ranks, or has a setting that no plan covers.
     """
     check_division(config, ranks)
     refuse(PLANNED, config)

@@ -29,7 +29,7 @@ class Series:
     Attributes:
         parts: of the configuration that is planned.
         least: parts with which the first and the last ones no longer change.
-        of: the configuration with so many parts.
+        of: makes the configuration with a number of parts.
         traces: configurations from which a plan is made, each with one part more than the one before.
     """
 

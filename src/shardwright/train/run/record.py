@@ -80,7 +80,7 @@ def sessions_of(folder: RunFolder) -> int:
 
 
 def session_after(folder: RunFolder, sessions_before: int) -> Mapping[str, Any]:
-    """Return the last session in run.json, if there are more than so many; else empty."""
+    """Return the last session in run.json, if there are more than `sessions_before`; else empty."""
     try:
         sessions = folder.record()["sessions"]
     except UserError:

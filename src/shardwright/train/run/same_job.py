@@ -55,7 +55,7 @@ def _where_content_decides(stored: Config, config: Config) -> Config:
 
 
 def differences(first: Config, second: Config) -> Iterator[tuple[str, object, object]]:
-    """Yield keys of the model, the data and the order of samples that differ between two configurations, with both
+    """Yield the keys of the model, the data and the order of samples that differ between two configurations, with both
     values.
 
     The resolved values are compared, so two spellings of one value are equal.

@@ -171,8 +171,10 @@ def _micro_batches(config: Config, data: int) -> list[int]:
 
 
 def _strategies(config: Config, data: int, node: int) -> Iterator[Keys]:
-    """Ways to divide the model over so many ranks with data of their own, of which a node has `node`: those that
-    communicate least first."""
+    """Yield ways to divide the model over `data` ranks with data of their own, those that communicate least first.
+
+    `node`: the number of such ranks on a node.
+    """
     if not config.parallel.facts.has_own_keys or data == 1:
         yield ()
         return

@@ -60,7 +60,7 @@ def plan(
     that were traced before, and keep new ones. With these PyTorch is not imported. `html`: a file for a page.
 
     Raises:
-        UserError: the configuration does not fit so many ranks, no plan covers it, or the page cannot be written.
+        UserError: the configuration does not fit the number of ranks, no plan covers it, or the page cannot be written.
     """
     config = configured(())
     with as_user_errors(ValueError):

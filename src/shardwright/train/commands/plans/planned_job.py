@@ -34,7 +34,7 @@ class PlannedJob:
         return self.name.startswith(MODEL_PREFIX)
 
     def __call__(self, keys: Keys = ()) -> Config:
-        """The configuration, with further keys.
+        """Return the configuration, with further keys.
 
         Raises:
             UserError: there is none, or it is wrong.

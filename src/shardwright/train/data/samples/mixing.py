@@ -163,7 +163,7 @@ class GrowingOrder:
         return epoch + (visited - first) / (self._first_of(epoch + 1) - first)
 
     def samples_of(self, epochs: Fraction) -> Fraction:
-        """Return the number of samples in so many epochs. The reverse of `epochs`."""
+        """Return the number of samples in `epochs` epochs. The reverse of `epochs`."""
         whole = math.floor(epochs)
         first = self._first_of(whole)
         return first + (epochs - whole) * (self._first_of(whole + 1) - first)

@@ -59,7 +59,7 @@ class StepClock:
         """The device has done all work that was queued before the wait."""
 
     def end(self) -> tuple[float, dict[Part, float]]:
-        """Return the step has ended: its seconds, and those of each part."""
+        """End the step; return its seconds, and those of each part."""
         self.to("host")
         return self._at - self._started, self._seconds.copy()  # collectives between steps change the original
 

@@ -86,7 +86,7 @@ def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopE
 
 
 def largest_memory(trainer: Trainer, peak: int) -> dict[str, int]:
-    """Return bytes for run.json, each of the rank with most. `peak`: of this rank. Called by all ranks together."""
+    """Return the bytes for run.json, each of the rank with most. `peak`: of this rank. Called by all ranks together."""
     memory = torch.tensor([peak, *engine_memory(trainer)], device=trainer.world.device)
     with noted("all-reduce of memory", None):
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
@@ -175,7 +175,7 @@ def summary(
     warnings: Sequence[str],
     sessions: int,
 ) -> str:
-    """Return the lines after the last step of a run of so many sessions, for the terminal and the summary's file."""
+    """Return the lines after the last step of a run of `sessions` sessions, for the terminal and the summary's file."""
     sample_lines = []
     if sampled is not None:
         texts = (sampled.prompt, sampled.expected or "", sampled.generated)

@@ -32,7 +32,7 @@ from shardwright.train.step.saving.checkpoint import SaveFailedError
 
 
 def background() -> AsyncCheckpoint:
-    """The processes that write checkpoints while steps go on. Raises UserError where there can be none."""
+    """Return the processes that write checkpoints while steps go on. Raises UserError where there can be none."""
     try:
         return AsyncCheckpoint(verified=True)
     except NotImplementedError as error:
@@ -59,7 +59,7 @@ def steps_to_delete(
     condition: Callable[[int], Condition],
     rewind_steps: int = 0,
 ) -> list[int]:
-    """The steps whose checkpoints go.
+    """Return the steps whose checkpoints go.
 
     The newest `checkpoint.keep` whole ones stay, the `best`, and each one that `keep_every` names. So do the newest
     whole one that is at least `rewind_steps` older than `newest`, and all after it: each of them becomes the one to
@@ -96,7 +96,8 @@ class Reader(Protocol):
     """Reads checkpoints while the run goes on. Only the first rank has one."""
 
     def unused(self, steps: Collection[int]) -> list[int]:
-        """The steps of these whose checkpoints may be deleted now. It deletes the others when it has read them."""
+        """Return the steps of these whose checkpoints may be deleted now. It deletes the others when it has read
+        them."""
 
     def forget_after(self, step: int) -> None:
         """End the reading of checkpoints of later steps, which are deleted after this call."""
@@ -167,7 +168,7 @@ class Saves:
                 self._under_way = position.step
 
     def has_ended(self) -> bool:
-        """Whether `finish` is due: the first rank knows that a checkpoint is written, or a rank that it failed.
+        """Return whether `finish` is due: the first rank knows that a checkpoint is written, or a rank that it failed.
 
         For each rank alone, at each step: the ranks agree in the reduction of the step.
         """
@@ -266,8 +267,8 @@ class Saves:
             raise SaveFailedError(message, may_pass(error)) from error
 
     def _best_step(self, steps: list[int]) -> int | None:
-        """The step of the best checkpoint of these steps; None without one. A damaged one is reported, and does not
-        count as best any more. Raises UserError if metrics.jsonl is damaged."""
+        """Return the step of the best checkpoint of these steps; None without one. A damaged one is reported, and does
+        not count as best any more. Raises UserError if metrics.jsonl is damaged."""
         best, ranks = self._best, RankGroup()
         if best is None:
             return None
@@ -284,7 +285,7 @@ class Saves:
         return None if candidate is None else candidate.step
 
     def _condition(self, step: int) -> Condition:
-        """The condition of a checkpoint. Every rank compares a share of its files, once."""
+        """Return the condition of a checkpoint. Every rank compares a share of its files, once."""
         if step not in self._conditions:
             condition = SOUND
             try:
