@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from types import ModuleType
 from typing import NoReturn
 
@@ -72,7 +73,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
             if resume == CONTINUE and run.resumes:
                 arguments += ["--resume", str(run.folder.path)]
             attempt = Attempt(run.attempt, ranks, tuple(arguments))
-            return launch_until_done(config, run.folder, attempt, _can_run)
+            return launch_until_done(config.fault, run.folder, attempt, partial(_can_run, config))
         except BaseException as error:
             for line in note_out_of_memory(run.folder) if is_out_of_memory(error) else ():
                 print(line, file=sys.stderr, flush=True)

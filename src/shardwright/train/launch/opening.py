@@ -69,7 +69,7 @@ def open_run(config: Config, resume: str | None, launch: TorchrunLaunch | None =
             settings that only a resume takes.
         GivenUpError: the attempt would end as those before.
     """
-    before = None if launch is None else attempt_before(config, resume, launch)
+    before = None if launch is None else attempt_before(config.run, resume, launch)
     with ExitStack() as on_error:
         if before is not None:
             folder, earlier = before

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from shardwright.train.config import Config
+from shardwright.train.config import RunConfig
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.launch.environment import RUN_ID, under_torchrun
 from shardwright.train.launch.restarts import AttemptEnd, same_again
@@ -104,22 +104,23 @@ def _start_of(process: psutil.Process) -> str:
 
 
 def attempt_before(
-    config: Config, resume: str | None, launch: TorchrunLaunch
+    run: RunConfig, resume: str | None, launch: TorchrunLaunch
 ) -> tuple[RunFolder, TorchrunLaunch] | None:
-    for folder in _candidates(config, resume):
+    """Return the folder of the attempt before, and the launch that its file has; None for the first attempt."""
+    for folder in _candidates(run, resume):
         earlier = _read(folder)
         if earlier is not None and launch.continues(earlier):
             return folder, earlier
     return None
 
 
-def _candidates(config: Config, resume: str | None) -> Iterator[RunFolder]:
+def _candidates(run: RunConfig, resume: str | None) -> Iterator[RunFolder]:
     if resume is not None and resume != CONTINUE:
-        yield find_run(config.run, resume)
-    elif config.run.dir:
-        yield RunFolder(Path(config.run.dir))
+        yield find_run(run, resume)
+    elif run.dir:
+        yield RunFolder(Path(run.dir))
     elif RUNS.is_dir():
-        folders = (RunFolder(path) for path in RUNS.glob(f"{config.run.name}-*"))
+        folders = (RunFolder(path) for path in RUNS.glob(f"{run.name}-*"))
         launched = [folder for folder in folders if folder.launch_file.is_file()]
         yield from sorted(launched, key=lambda folder: folder.launch_file.stat().st_mtime, reverse=True)
 

@@ -66,7 +66,7 @@ def apart(key: str, other: str, why: str = "") -> Conflict[Sections]:
     return must_be(Sections().default_of(key), key, other, lambda c: c.changes(other), why)
 
 
-def _only_with_engine(key: str, supports: Callable[[EngineFacts], bool], why: str) -> Conflict[Sections]:
+def only_with_engine(key: str, supports: Callable[[EngineFacts], bool], why: str) -> Conflict[Sections]:
     """Return the row for a key that keeps its default unless the engine supports it. `why` is a template."""
     return Conflict(
         (key, "parallel.engine"),
@@ -332,7 +332,7 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         lambda c: c.train.seq_len < 2 and kind_of(shape := c.model.shape()).predicts_further(shape),
         "expected at least 2 with a model.mtp_pattern, found 1",
     ),
-    _only_with_engine(
+    only_with_engine(
         "train.cuda_graph",
         lambda engine: engine.captures_graphs,
         f"only steps of the engine {engines_that(lambda engine: engine.captures_graphs)} can be captured",
@@ -373,7 +373,7 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "{validation.every} and checkpoint.every = {checkpoint.every}; make checkpoint.every a multiple of "
         "validation.every",
     ),
-    _only_with_engine(
+    only_with_engine(
         "optimizer.in_backward",
         lambda engine: engine.steps_in_backward,
         f"only the engine {engines_that(lambda engine: engine.steps_in_backward)} steps in backward",
@@ -400,7 +400,7 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         f"expected {engines_that(lambda engine: not engine.flattens, style=repr)} with finetune.freeze or "
         "finetune.train_only, found {parallel.engine!r}",
     ),
-    _only_with_engine(
+    only_with_engine(
         "train.loss_chunks",
         lambda engine: not engine.flattens,
         "the weight of its output layer is part of a flat parameter",
@@ -412,7 +412,7 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "finetune.dropout",
         "the numbers of the samples change between micro-batches of one graph",
     ),
-    _only_with_engine(
+    only_with_engine(
         "finetune.base_dtype",
         lambda engine: engine.casts_weights,
         "this engine computes with weights in the precision in which they are stored",
@@ -430,12 +430,12 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "expected train.compile = 'inductor' with 'budget', found {train.compile!r}; only the compiler knows "
         "which activations a block keeps. Or use 'ops'",
     ),
-    _only_with_engine(
+    only_with_engine(
         "activations.offload",
         lambda engine: not engine.flattens,
         "its weights are views of flat memory, and would move with the activations",
     ),
-    _only_with_engine("train.compile", lambda engine: not engine.no_compile, "{parallel.facts.no_compile}"),
+    only_with_engine("train.compile", lambda engine: not engine.no_compile, "{parallel.facts.no_compile}"),
     *map(_compiled_in_parts, axes_that_divide("layers")),
     Conflict(
         ("train.float8", "train.micro_batch", "train.seq_len"),
@@ -450,7 +450,7 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         must_be(value, key, "train.float8", lambda c: c.for_building.gathers_float8)
         for key, value in _GATHERED_IN_FLOAT8
     ),
-    _only_with_engine("train.float8", lambda engine: not engine.flattens, "its weights are flat"),
+    only_with_engine("train.float8", lambda engine: not engine.flattens, "its weights are flat"),
     Conflict(
         ("optimizer.name", "parallel.engine"),
         lambda c: bool(c.optimizer.entry.whole) and not c.parallel.facts.steps_whole,
