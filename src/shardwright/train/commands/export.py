@@ -28,8 +28,8 @@ from shardwright.checkpoint import (
     write_json,
     write_stored_model,
 )
-from shardwright.train.config import Config
 from shardwright.train.config.shapes.presets import Shape
+from shardwright.train.config.values import BuildSettings
 from shardwright.train.data.dataset import read_template
 from shardwright.train.data.tokens import byte_tokenizer
 from shardwright.train.data.tokens.tokenizers import CONFIG, FILE, Tokenizer, open_tokenizer
@@ -123,15 +123,15 @@ def export(
     values = hugging_face.config_json(shape) if named else None
     generation = generation_settings(config.model, tokenizer, say) if named else None
     merges = config.finetune.has_base
-    model = _with_base(config) if merges else _without_values(shape)
+    model = _with_base(config.for_building) if merges else _without_values(shape)
     if not merges and any(not parameter.requires_grad for parameter in model.parameters()):
-        model = _with_base(config)
+        model = _with_base(config.for_building)
     key_map = hugging_face.key_map(shape) if named else module_names(model)
     shapes = loading.shapes_of(model)
 
     def write(position: Position, read: Read) -> Exported:
         if merges:
-            _read_adapters(model, config, source, read)
+            _read_adapters(model, config.for_building, source, read)
         stored = _stored(model, key_map, chosen)
         layers = {f"{name}.weight": layer for name, layer in adapters.adapted_layers(model)}
 
@@ -200,17 +200,20 @@ def export_adapters(
             "--adapters to export the whole model"
         )
     shape = config.model.shape()
-    model = _with_base(config)
+    settings = config.for_building
+    model = _with_base(settings)
     base = str(config.model.path) if getattr(shape, "weights", None) == "pretrained" else ""
     task = None if offers_of(shape).key_map is None else "CAUSAL_LM"
 
     def write(position: Position, read: Read) -> Exported:
-        _read_adapters(model, config, source, read)
+        _read_adapters(model, settings, source, read)
         names = peft_names(model, shape)
         write_adapters(model, folder, config.finetune, key_map=names, base=base, task=task, dtype=chosen)
         stored = open_stored(folder / WEIGHTS_FILE).values()
         nbytes = sum(each.shape.numel() * each.dtype.itemsize for each in stored)
-        return Exported(folder, position.step, len(stored), nbytes, _reader_of_adapters(config, base, folder))
+        return Exported(
+            folder, position.step, len(stored), nbytes, _reader_of_adapters(settings, base, folder)
+        )
 
     return loading.with_weights(
         checkpoints_of(source, config.checkpoint), step, loading.shapes_of(model), write, say
@@ -233,23 +236,23 @@ def _without_values(shape: Shape) -> nn.Module:
         return model_of(shape)
 
 
-def _with_base(config: Config) -> nn.Module:
+def _with_base(settings: BuildSettings) -> nn.Module:
     """Return the model with its frozen parameters, which no checkpoint holds, and with the run's adapters before
     training."""
-    torch.manual_seed(config.run.seed)
-    model = model_of(config.model.shape())
+    torch.manual_seed(settings.seed)
+    model = model_of(settings.model.shape())
     model.read_weights()
-    adapters.adapt(model, config.finetune, config.run.seed)
+    adapters.adapt(model, settings.finetune, settings.seed)
     return model
 
 
-def _read_adapters(model: nn.Module, config: Config, source: RunFolder, read: Read) -> None:
+def _read_adapters(model: nn.Module, settings: BuildSettings, source: RunFolder, read: Read) -> None:
     """Give a model the trained values of a checkpoint. Raises UserError if its base is not that of the run."""
     shapes = loading.shapes_of(model)
     values = {name: tensor for name, tensor in model.state_dict().items() if name in shapes}
     read(values)
     model.load_state_dict(values, strict=False)
-    check_same_base(source.base_file, base_of(model, config.for_building.source))
+    check_same_base(source.base_file, base_of(model, settings.source))
 
 
 def _folded(entry: ModelTensor, layers: Mapping[str, adapters.Adapter], dtype: torch.dtype | None) -> Tensor:
@@ -294,13 +297,13 @@ def _reader_of(model: nn.Module, folder: Path) -> str:
     return f"with the names of your module, and the tokenizer; load the weights with {load}"
 
 
-def _reader_of_adapters(config: Config, base: str, folder: Path) -> str:
+def _reader_of_adapters(settings: BuildSettings, base: str, folder: Path) -> str:
     if base:
         read = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
         return f"{read} reads these adapters and their base {base}"
     return (
         f"peft.PeftModel.from_pretrained(base, {str(folder)!r}) reads these adapters; no folder has their base, which "
-        f"is drawn from {config.for_building.source}"
+        f"is drawn from {settings.source}"
     )
 
 

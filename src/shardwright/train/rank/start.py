@@ -45,7 +45,7 @@ def start_together(
         )
         shape = config.model.shape()
         fingerprints = dataset.fingerprints | offers_of(shape).fingerprints(shape)
-        statement = Statement(facts_of(config, fingerprints, resume, device.type))
+        statement = Statement(facts_of(config.model_dump(), fingerprints, resume, device.type))
     except (UserError, OSError, Damaged) as error:
         agree_on_start(store, rank, size, Statement({}, str(error)), collective_timeout())
         raise UserError(str(error)) from error

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ import torch.distributed as dist
 import shardwright
 from shardwright.checkpoint import Damaged
 from shardwright.engine import RankGroup, ranks_in_words
-from shardwright.train.config import Config
 from shardwright.train.config.schema import flat, toml_value
 from shardwright.train.config.shapes.foreign import FILES_OF_PATH
 from shardwright.train.errors import UserError
@@ -72,11 +71,13 @@ class Statement:
 
 
 def facts_of(
-    config: Config, fingerprints: Mapping[str, str], resume: str | None, device: str
+    values: dict[str, Any], fingerprints: Mapping[str, str], resume: str | None, device: str
 ) -> dict[str, str]:
-    """Return the facts that must be equal on all ranks. Paths of data, and of a model with files, may differ by host:
-    the `fingerprints` of their content count, each under its name in messages."""
-    values = config.model_dump()
+    """Return the facts that must be equal on all ranks, of the configuration's `values`, which change.
+
+    Paths of data, and of a model with files, may differ by host: the `fingerprints` of their content count, each under
+    its name in messages.
+    """
     if FILES_OF_PATH in fingerprints:
         del values["model"]["path"]
     data = values["data"]

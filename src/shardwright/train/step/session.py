@@ -118,8 +118,9 @@ def _train(
             answers.follow(reports.reporter.say_at_once)
             ended = _run_steps(trainer, run.folder, reports, stop, saved, evaluations)
             answers.reach_end()
-            if ended.status == "finished":
-                await_tasks(trainer, evaluations, stop)
+            if ended.status == "finished" and config.validation.tasks:
+                fault = config.fault
+                await_tasks(evaluations, stop, trainer.position.step, world.device, fault.stall_seconds)
             return conclude(trainer, run.folder, reports, ended)
         except BaseException as error:
             note_steps_done(error, trainer.position.step)

@@ -339,12 +339,9 @@ def test_all_ranks_wait_in_rounds(rank: int, world_size: int, stopped_rank: int 
             assert seconds == 0.5  # a quarter of the stall's limit
             return self.rounds < 4 or stopped_rank is not None
 
-    world = SimpleNamespace(device=torch.device("cpu"))
-    config = tiny(validation={"tasks": ["mine.yaml"]}, fault={"stall_seconds": 2.0})
-    trainer: Any = SimpleNamespace(config=config, world=world, position=SimpleNamespace(step=7))
     stop: Any = SimpleNamespace(signal_number=15 if rank == stopped_rank else None)
     first: Any = First() if rank == 0 else None
-    await_tasks(trainer, first, stop)
+    await_tasks(first, stop, 7, torch.device("cpu"), stall_seconds=2.0)
     assert first is None or first.rounds == (4 if stopped_rank is None else 1)
 
 

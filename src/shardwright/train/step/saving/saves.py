@@ -9,10 +9,10 @@ with their digests count among those to keep. The form of a checkpoint is in `ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from shardwright.train.step import loading
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.best import BestCheckpoint
 from shardwright.train.step.saving.checkpoint import SaveFailedError
+from shardwright.train.step.saving.task_evaluations import TaskEvaluations
 
 
 def background() -> AsyncCheckpoint:
@@ -92,17 +93,6 @@ def steps_to_delete(
     return [step for step in doomed if step != best]
 
 
-class Reader(Protocol):
-    """Reads checkpoints while the run goes on. Only the first rank has one."""
-
-    def unused(self, steps: Collection[int]) -> list[int]:
-        """Return the steps of these whose checkpoints may be deleted now. It deletes the others when it has read
-        them."""
-
-    def forget_after(self, step: int) -> None:
-        """End the reading of checkpoints of later steps, which are deleted after this call."""
-
-
 class Saves:
     """The checkpoints of a run, on one rank. Every method but `has_ended` is called by all ranks together."""
 
@@ -115,16 +105,17 @@ class Saves:
         saved: Callable[[int], None] | None = None,
         best: BestCheckpoint | None = None,
         rewind_steps: int = 0,
-        reader: Reader | None = None,
+        evaluations: TaskEvaluations | None = None,
     ) -> None:
         """`loaded`: the step of the checkpoint from which the run goes on, whose files were compared. `saved` is called
         with the step of each checkpoint that was written. `best`: finds one that stays, too. `rewind_steps`: steps that
-        a rewind goes back at least, for which checkpoints stay. `reader`: of the first rank, if any."""
+        a rewind goes back at least, for which checkpoints stay. `evaluations`: of the first rank, if any; they read
+        checkpoints while the run goes on."""
         self.settings, self.checkpoints, self.reporter = settings, checkpoints, reporter
         #: By step, of the checkpoints that were written or compared in this session.
         self._conditions: dict[int, Condition] = {} if loaded is None else {loaded: SOUND}
         self._note, self._best, self._rewind_steps = saved, best, rewind_steps
-        self._reader = reader
+        self._evaluations = evaluations
         self._background = background() if settings.asynchronous else None
         self._under_way: int | None = None  #: the step that the background writes
 
@@ -195,8 +186,8 @@ class Saves:
         """Delete checkpoints of later steps, from which the run has gone back. Else a resume would take one of them."""
 
         def delete() -> None:
-            if self._reader is not None:
-                self._reader.forget_after(step)
+            if self._evaluations is not None:
+                self._evaluations.forget_after(step)
             for later in saved_steps(self.checkpoints):
                 if later > step:
                     remove_step(self.checkpoints, later)
@@ -254,7 +245,7 @@ class Saves:
         ranks = RankGroup()
 
         def delete(steps: list[int]) -> None:
-            for step in steps if self._reader is None else self._reader.unused(steps):
+            for step in steps if self._evaluations is None else self._evaluations.unused(steps):
                 remove_step(self.checkpoints, step)
 
         try:

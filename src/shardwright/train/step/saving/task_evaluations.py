@@ -35,7 +35,6 @@ from shardwright.train.run.evaluations import (
 )
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.position import FolderOrUrl, asking_store, remove_step, saved_steps
-from shardwright.train.step.trainer import Trainer
 
 POLL_SECONDS = 0.2
 """Between looks at the process, at the end of the run."""
@@ -268,25 +267,29 @@ class TaskEvaluations(TrainerHook):
         return f"shardwright evaluate {shlex.quote(str(self._folder.path))}{at} --tasks {tasks}"
 
 
-def await_tasks(trainer: Trainer, evaluations: TaskEvaluations | None, stop: StopRequest) -> None:
-    """Let all ranks wait for the evaluations of a finished run, in rounds shorter than each limit of a wait.
+def await_tasks(
+    evaluations: TaskEvaluations | None,
+    stop: StopRequest,
+    step: int,
+    device: torch.device,
+    stall_seconds: float,
+) -> None:
+    """Let all ranks wait for the evaluations of a run that has done `step`, its last one.
 
-    `evaluations`: on the first rank. A signal for any rank ends the wait. Called by all ranks together.
+    They wait in rounds shorter than each limit of a wait, such as `fault.stall_seconds`. `evaluations`: on the first
+    rank. A signal for any rank ends the wait. Called by all ranks together.
     """
-    config = trainer.config
-    if not config.validation.tasks:
-        return
     if evaluations is not None:
-        evaluations.finish(trainer.position.step)
+        evaluations.finish(step)
     limits = [ROUND_SECONDS, collective_timeout().total_seconds() / 4]
-    if config.fault.stall_seconds:
-        limits.append(config.fault.stall_seconds / 4)
+    if stall_seconds:
+        limits.append(stall_seconds / 4)
     goes_on, stops = 1.0, 0.0
     while goes_on and not stops:
         heartbeat.at(heartbeat.END)
         goes_on = float(evaluations is not None and evaluations.wait(min(limits)))
         stops = float(stop.signal_number is not None)
-        states = torch.tensor([goes_on, stops], device=trainer.world.device)
+        states = torch.tensor([goes_on, stops], device=device)
         with noted("all-reduce of waits for tasks", None):
             dist.all_reduce(states, op=dist.ReduceOp.MAX)
         goes_on, stops = states.tolist()
