@@ -55,8 +55,9 @@ def must_be(
         (key, other),
         lambda c: c.value_at(key) != expected and applies(c),
         lambda c: (
-            f"expected {_shown(expected)} with {other} = {_shown(c.value_at(other))}, found "
-            f"{_shown(c.value_at(key))}{why and f'; {why}'}"
+            f"expected {_shown(expected)} with {other}"
+            + ("" if c.value_at(other) is True else f" = {_shown(c.value_at(other))}")
+            + f", found {_shown(c.value_at(key))}{why and f'; {why}'}"
         ),
     )
 
