@@ -48,6 +48,7 @@ from shardwright.engine.front.selected import hook_backward
 from shardwright.engine.front.undo import Undo
 from shardwright.engine.layout import Ragged, Strategy
 from shardwright.engine.memory import Allocator
+from shardwright.engine.model.direct_uses import see_uses
 from shardwright.engine.model.optimizer_hook import hook_optimizers
 from shardwright.engine.model.optimizer_states import hook_optimizer_states
 from shardwright.engine.model.pools import model_options
@@ -199,6 +200,7 @@ def fully_shard(
         take_over(units, parameters_of_units, undo.exchanged)
         _move_buffers(modules, left_out, ranks.device)
         hook_optimizers()
+        see_uses()
         hook_optimizer_states()
         hook_backward()
         install(unit, modules)

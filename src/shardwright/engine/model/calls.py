@@ -27,7 +27,6 @@ from shardwright.engine.unit.marks import (
     mark_made,
     mark_outputs,
     opaque_or_mutable,
-    refuse_opaque,
 )
 from shardwright.engine.unit.owning import refuse_sharded_stand_ins, settle, settle_now
 from shardwright.engine.unit.unit import Unit
@@ -51,7 +50,7 @@ class Calls:
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit = self.unit
-        root: Root = unit.root or _join(unit, module)  # type: ignore[assignment]
+        root: Root = unit.root or join_model(unit, module)  # type: ignore[assignment]
         if heartbeat.current is not None:
             heartbeat.current.at(heartbeat.BACKWARD if in_backward() else heartbeat.FORWARD, unit.name)
         with annotate("pre_forward", unit.weights.label):
@@ -118,13 +117,14 @@ def lend(unit: Unit, frame: Frame) -> None:
     them."""
     if frame.unit is unit or unit in frame.guests or not unit.weights.parameters:
         return
-    root = root_of(unit) or _join(unit, unit.watch.modules()[0])
+    root = root_of(unit) or join_model(unit, unit.watch.modules()[0])
     lasting = lasting_kind()
     with alone(root.device):
         _lend(unit, root, frame, lasting)
 
 
-def _join(unit: Unit, module: nn.Module) -> Root:
+def join_model(unit: Unit, module: nn.Module) -> Root:
+    """Return the model of a unit that has none yet. ``module``: a module of the unit, the root if no other is."""
     with alone(unit.comm.device):
         if unit.root is None:
             settle(unit)
@@ -291,9 +291,8 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
             _refuse_weights(unit, tensors_of_output, module)
         stashed = mark_made(visit, stashed_tensors, frame.entry)
         marked = mark_outputs(visit, output, frame.entry) or stashed
-        if not marked and next_sequence_number() > frame.first_own:
-            refuse_opaque(output, f"unit {unit.name!r} ({type(module).__name__})")
         visit.returns |= marked
+        visit.spans.append((frame.first_own, next_sequence_number()))
         visit.end = root.clock.tick()
         for stay in visit.guests:
             stay.end = visit.end

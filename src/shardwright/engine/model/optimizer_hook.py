@@ -22,6 +22,7 @@ from shardwright.engine.compat.optimizers import watch_zero_grad
 from shardwright.engine.compat.storages import storage_key
 from shardwright.engine.model.root import Root, root_of, roots
 from shardwright.engine.model.unfinished import BegunStep
+from shardwright.engine.tensors.direct import watch
 from shardwright.engine.tensors.parameter import (
     DEFERRED,
     UNIT_OF,
@@ -55,6 +56,7 @@ def hook_optimizers() -> None:
 
 def _after_zero_grad(parameters: Iterable[torch.Tensor]) -> None:
     """Drop the gradients of these parameters that units hold, after torch has dropped those in ``.grad``."""
+    watch.begin()
     if not any(unit.gradients.held for root in roots for unit in root.units()):
         return
     parameters = list(parameters)
@@ -71,6 +73,8 @@ def count_step(roots: Collection[Root]) -> None:
     if heartbeat.current is not None and roots:
         heartbeat.current.count_step()
     heartbeat.at(heartbeat.OUTSIDE)
+    if watch.used:
+        watch.begin()
     for root in roots:
         root.count_step()
 
@@ -82,6 +86,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
     remaining steps differ by rank. Nor is one if the step changes nothing, as torch's step that only makes state.
     """
     heartbeat.at(heartbeat.OPTIMIZER)
+    watch.end()
     for each in list(roots):
         if each.begun_step is not None:
             each.notice_interrupted_step(optimizer)

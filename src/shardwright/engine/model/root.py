@@ -32,8 +32,10 @@ from shardwright.engine.model.order import Order
 from shardwright.engine.model.pools import Pools, prefetch_budget
 from shardwright.engine.model.prefetch import Prefetch
 from shardwright.engine.model.reductions import Reductions
+from shardwright.engine.model.runs import Run, Runs
 from shardwright.engine.model.unfinished import BegunStep
 from shardwright.engine.model.visits import Visits
+from shardwright.engine.tensors.direct import watch
 from shardwright.engine.unit.owning import at_rest, settle_now
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import (
@@ -59,6 +61,7 @@ class Root:
         gathered: numbers of the units whose slabs are leased.
         clock: the clock of the model.
         visits: running calls, and their visits in the graph.
+        runs: uses of weights without a call of their unit, in the running root call.
         reductions: the running reductions.
         caller: the unit of the outermost call; None: no forward runs.
         backward: whether a backward has reached the model and has not ended.
@@ -92,6 +95,7 @@ class Root:
         self._order = Order(first)
         self._prefetch = Prefetch(self._units, self._order, depth, nbytes)
         self.visits = Visits(self.clock, self._order)
+        self.runs = Runs()
         self.reductions = Reductions(self._units)
         self.agreement = Agreement(units, names)
         try:
@@ -156,12 +160,18 @@ class Root:
             self.caller = unit
             self.visits.frames.clear()
             self._order.begin(unit.number)
+            self.runs.begin(unit.number)
+            watch.begin()
             for each in self.units():
                 each.gradients.release_unused()
             self.pools.begin()
 
     def forward_reaches(self, unit: Unit) -> None:
         """Gather a unit that is about to compute, unless its gather runs, and gather the next unit beside it."""
+        self.runs.call(unit.number)
+        self._gather_with_next(unit)
+
+    def _gather_with_next(self, unit: Unit) -> None:
         call = self.clock.call
         if not valid_for(unit, call):
             issue(unit, call)
@@ -179,10 +189,34 @@ class Root:
             visit.place = len(visit.order)
             visit.order.append(unit.number)
 
+    def reach_run(self, unit: Unit) -> Run:
+        """Gather a unit whose weights an operation reads without a call of the unit, outside of any call, too."""
+        begins = unit.number not in self.runs.running
+        run, over = self.runs.use(unit)
+        for other in over:
+            self.end_run(other)
+        if begins and self.caller is not None:
+            self._gather_with_next(unit)
+        else:
+            unit.weights.notice_edits()
+            if not (unit.weights.gathered and unit.weights.is_current):
+                issue(unit, self.clock.call)
+        return run
+
+    def end_run(self, run: Run) -> None:
+        """Keep or release the weights after the last use of a run."""
+        unit = run.unit
+        self.runs.running.pop(unit.number, None)
+        self.forward_leaves(unit, run.visit)
+        if not unit.activity.busy:
+            leave_forward(unit)
+
     def end(self) -> None:
         """End the outermost call. Drops prefetched weights that were not used."""
         caller, self.caller = self.caller, None
         assert caller is not None
+        for run in self.runs.end():
+            self.end_run(run)
         self.visits.end_call()
         used = set(self._order.seen)
         for unit in self._gathered_units():
@@ -201,6 +235,7 @@ class Root:
         self.caller = None
         self.visits.frames.clear()
         self.visits.end_call()
+        self.runs.forget()
         for unit in self.units():
             unit.activity.forget_calls()
             unit.weights.drop_secondary()
@@ -224,6 +259,8 @@ class Root:
         queue_callback(task)
         self.task = weakref.ref(task)
         self.backward = True
+        if not watch.used:
+            watch.end()
         self.agreement.streams.note_current()
         if self.caller is None:
             self._enter(END_BACKWARD)
@@ -320,6 +357,7 @@ class Root:
         self.caller = None
         self.backward = False
         self.visits.forget()
+        self.runs.forget()
         self.reductions.forget()
         self.agreement.forget_backward()
         units = self.units()

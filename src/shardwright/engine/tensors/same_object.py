@@ -45,6 +45,14 @@ class Taken(NamedTuple):
     sharded: nn.Parameter
 
 
+_acting: list[Any] = []  #: the classes that :func:`acting_class` has made
+
+
+def acting_classes() -> list[Any]:
+    """Return the classes of all sharded parameters that were made by :func:`acting_class`."""
+    return _acting
+
+
 @functools.cache
 def acting_class(face: type, base: type) -> type:
     """Return a subclass of ``base`` whose objects act as objects of ``face``, a class of sharded parameters.
@@ -68,6 +76,7 @@ def acting_class(face: type, base: type) -> type:
     made: Any = _metaclass(type(face), type(base))(face.__name__, (base,), namespace)
     # torch's stager of asynchronous checkpoints copies the attributes that are named there.
     made.__slots__ = face.__slots__  # type: ignore[attr-defined]
+    _acting.append(made)
     return made  # type: ignore[no-any-return]
 
 

@@ -22,6 +22,10 @@ BESIDE_PLAIN = "_shardwright_beside_plain"
 OF_THIS_TENSOR = frozenset({EDITED, ORIGIN, OWN, RECIPE, BESIDE_PLAIN, "_viewed", "_steps", "_seen"})
 
 
+class NotGathered(RuntimeError):
+    """An operation needs whole weights, and their unit is not gathered."""
+
+
 class Sharded(torch.Tensor):
     """A tensor of global shape of which this rank has a part: the base of ``ShardedTensor`` and ``RaggedTensor``."""
 

@@ -83,6 +83,19 @@ class ScaleGradient(EngineHook):
         return gradient if factor == 1 else gradient * factor
 
 
+class WholeGradient(EngineHook):
+    """A gradient hook of a parameter that a function with a backward of its own has got: its gradient may be whole.
+
+    ``cut`` makes this rank's part of the mean of a whole gradient over the ranks.
+    """
+
+    def __init__(self, cut: CutFunction) -> None:
+        self.cut = cut
+
+    def replaced(self, gradient: torch.Tensor) -> torch.Tensor:
+        return self.cut(gradient) if type(gradient) is torch.Tensor else gradient
+
+
 def average_gradient(tensor: torch.Tensor, average: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let ``average``, which must not refer to ``tensor``, replace the gradient of ``tensor``.
 

@@ -75,7 +75,7 @@ from shardwright.engine.tensors.rows.partial import (
     whole_number,
     with_neutral,
 )
-from shardwright.engine.tensors.sharded import BESIDE_PLAIN, Sharded
+from shardwright.engine.tensors.sharded import BESIDE_PLAIN, NotGathered, Sharded
 
 _aten = torch.ops.aten
 _detach = _aten.detach.default
@@ -652,7 +652,7 @@ def _refuse_mixed(func: Any, arguments: Iterable[Any], error: Exception) -> NoRe
     """Raise for a sharded parameter beside a plain tensor. Mostly a module was called outside its unit's forward."""
     if is_collective(func):
         refuse_operation(func, arguments, error)
-    raise RuntimeError(
+    raise NotGathered(
         f"{label(arguments)} is sharded, but {func} got it together with a plain tensor ({error}), and the weights of "
         "its unit are not gathered now. Move this use into the forward of a sharded module, or into a method that you "
         "register with sw.register_fsdp_forward_method(module, name). To use a weight after forward, in a loss for "

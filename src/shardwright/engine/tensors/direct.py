@@ -1,0 +1,293 @@
+"""Sees operations on sharded parameters, so that those that need whole weights get them.
+
+Modules show sharded parameters while their unit does not run. A program that calls parts of a unit, or that takes a
+weight into a function of its own, computes with these objects. ``model/direct_uses.py`` then gathers the unit for the
+operation.
+
+torch asks the class of a tensor before each operation (``__torch_function__``), also before it reads an attribute. That
+would make optimizers slow. So the classes of sharded parameters are asked only from the begin of a forward to the begin
+of its backward, and in a backward only if forwards have used weights in this way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright.engine.compat.callers import read_by_program
+from shardwright.engine.compat.modes import disabled_torch_function, infers_shapes, quick_attributes
+from shardwright.engine.compat.tensors import set_class, tree_leaves
+from shardwright.engine.tensors.parameter import Managed, RaggedParameter, ShardedParameter, unit_of
+from shardwright.engine.tensors.same_object import acting_classes
+from shardwright.engine.tensors.sharded import NotGathered, Sharded
+
+Compute = Callable[[Any, Any, Any], Any]
+
+_ATTRIBUTE: Any = type(torch.Tensor.grad.__get__)  # type: ignore[attr-defined]
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+#: Attributes that are operations.
+_OPERATIONS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data")}
+_FORM = {getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "is_cuda", "is_cpu")}
+#: Functions whose result has the elements of their first argument, in another shape or dtype.
+_SAME_ELEMENTS = {
+    "T", "mT", "H", "mH", "data", "t", "transpose", "permute", "movedim", "view", "reshape", "flatten", "unflatten",
+    "squeeze", "unsqueeze", "contiguous", "detach", "to", "type", "float", "double", "half", "bfloat16", "view_as",
+}  # fmt: skip
+#: Functions with which programs keep values, as for a checkpoint. While no call runs, nothing is noted of their results.
+_KEEPS = {"detach", "clone", "cpu", "data"}
+#: Functions of graphs and hooks, which take the parameter itself.
+_OF_GRAPH = {
+    "backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
+}  # fmt: skip
+#: Functions that only ask their other arguments for a shape, dtype or device.
+_LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
+#: torch's words where it refuses a sharded tensor beside a plain one, on versions that do not call our classes.
+_MIXED = "mixed torch.Tensor and DTensor"
+
+
+class How(NamedTuple):
+    """How a tensor was computed from sharded parameters: it is computed again from whole ones if it meets others."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    with_graph: bool
+    versions: list[int]  #: of the sharded tensors among the arguments, whose later edits it does not see
+
+
+#: Set on a tensor that was computed from sharded parameters: a :class:`How`.
+HOW = "_shardwright_how"
+
+
+class _Watch:
+    """Whether operations on sharded parameters are seen, and what computes those that need whole weights.
+
+    Attributes:
+        compute: called with a function, its arguments and its keyword arguments; gathers weights and returns the result.
+        runs: returns whether a call of the model of a unit runs, or a backward.
+        shows: returns whether programs see the full forms of a unit's parameters now, in a call or in its recomputation.
+        used: whether any operation has needed whole weights in this process.
+    """
+
+    def __init__(self) -> None:
+        self.compute: Compute | None = None
+        self.runs: Callable[[Any], bool] = lambda unit: False
+        self.shows: Callable[[Any], bool] = lambda unit: False
+        self.used = False
+        self._on = False
+
+    def begin(self) -> None:
+        """See the operations from now on."""
+        if not self._on and self.compute is not None:
+            self._on = True
+            _ask(_FUNCTION)
+
+    def end(self) -> None:
+        """No longer see them."""
+        if self._on:
+            self._on = False
+            _ask(disabled_torch_function)
+
+    @contextmanager
+    def paused(self) -> Any:
+        on = self._on
+        self.end()
+        try:
+            yield
+        finally:
+            if on:
+                self.begin()
+
+
+watch = _Watch()
+
+
+def _ask(function: Any) -> None:
+    for kind in (ShardedParameter, RaggedParameter, *acting_classes()):
+        kind.__torch_function__ = function
+
+
+def _see(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Compute a function of torch of which an argument is a sharded parameter, or was computed from one."""
+    kwargs = kwargs or {}
+    with quick_attributes():
+        name = getattr(function, "__name__", "")
+        if name in _OF_GRAPH or infers_shapes(types):
+            return function(*args, **kwargs)
+        if type(function) is _ATTRIBUTE and function not in _OPERATIONS:
+            return function(_as_shown(args[0]) if function in _FORM else args[0], *args[1:])
+        needs_whole, result = _on_parts(function, args, kwargs)
+    if not needs_whole:
+        return result
+    assert watch.compute is not None
+    return watch.compute(function, args, kwargs)
+
+
+def _as_shown(tensor: Any) -> Any:
+    """Return the tensor whose dtype and device a program sees: of a parameter in a running call that of its full form."""
+    unit = unit_of(tensor) if isinstance(tensor, Managed) else None
+    if unit is None or not watch.shows(unit):
+        return tensor
+    if not read_by_program(2):
+        return tensor
+    return unit.managed(tensor).full
+
+
+def _on_parts(function: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """Compute a function on the sharded tensors, unless it needs whole ones. Returns whether it does, and the result."""
+    leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    ours = [t for t in leaves if is_watched(t)]
+    running = any(watch.runs(unit) for unit in _units(ours))
+    writes = _writes(function, args, kwargs)
+    same_elements = function in _OPERATIONS or getattr(function, "__name__", "") in _SAME_ELEMENTS
+    if running and not writes and _meets_others(leaves, ours):
+        return True, None
+    try:
+        result = function(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        refused = isinstance(error, (NotGathered, NotImplementedError)) or _MIXED in str(error)
+        refused |= torch.is_inference_mode_enabled()  # where torch makes no views of sharded tensors
+        if not writes and (running or (refused and (same_elements or _meets_others(leaves, ours)))):
+            return True, None
+        raise
+    if running and args and result is args[0] and not writes and _computes_in_other_dtype(result):
+        return True, None  # such as ``weight.float()``: nothing to do for the parts, and a cast of the whole
+    if writes:
+        for t in ours:
+            t.__dict__.pop(HOW, None)  # it no longer is what was computed
+    elif running or getattr(function, "__name__", "") not in _KEEPS and function != _DATA:
+        _note(function, args, kwargs, result, ours, leaves)
+    return False, result
+
+
+_FUNCTION = staticmethod(_see)
+
+
+def asks_for_form(function: Any, args: Any) -> bool:
+    """Return whether a function asks a sharded parameter only for its shape, dtype or device."""
+    return getattr(function, "__name__", "") in _LIKE and bool(args) and not is_watched(args[0])
+
+
+def is_watched(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a sharded parameter of a unit, or was computed from some."""
+    return isinstance(tensor, Managed) or HOW in tensor.__dict__
+
+
+def versions_of(tensors: Sequence[Any]) -> list[int]:
+    """Return the version counters of the local tensors, which edits of sharded tensors increase."""
+    return [t._local_tensor._version if not t._local_tensor.is_inference() else 0 for t in tensors]
+
+
+def _units(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    units: list[Any] = []
+    for t in tensors:
+        how = t.__dict__.get(HOW)
+        if how is not None:
+            units += _units([s for s in tree_leaves((how.args, how.kwargs)) if isinstance(s, torch.Tensor)])
+        elif isinstance(t, Managed) and (unit := unit_of(t)) is not None:
+            units.append(unit)
+    return units
+
+
+def _meets_others(leaves: Sequence[torch.Tensor], ours: Sequence[Any]) -> bool:
+    """Return whether a tensor is among ``leaves`` that is no part of a sharded one: this rank's own data."""
+    return any(not _is_cut_with(t, ours) for t in leaves)
+
+
+def _is_cut_with(tensor: torch.Tensor, ours: Sequence[Any]) -> bool:
+    if isinstance(tensor, Sharded):
+        return True
+    return isinstance(tensor, DTensor) and any(tensor.device_mesh == t.device_mesh for t in ours)
+
+
+def _writes(function: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a function writes into a sharded tensor."""
+    name = getattr(function, "__name__", "")
+    out = kwargs.get("out")
+    if out is not None:
+        return any(isinstance(t, Sharded | DTensor) for t in tree_leaves(out))
+    writes = (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i") and name.endswith("__")
+    )
+    first = tree_leaves(args[0])[:1] if args else []
+    return (writes or name in ("__set__", "__setitem__")) and bool(first) and is_watched(first[0])
+
+
+def _computes_in_other_dtype(tensor: Any) -> bool:
+    """Return whether modules compute with a sharded parameter in another dtype than it is stored in."""
+    unit = unit_of(tensor) if isinstance(tensor, Managed) else None
+    return unit is not None and unit.managed(tensor).full.dtype != tensor.dtype
+
+
+def _note(
+    function: Any, args: Any, kwargs: Any, result: Any, ours: Sequence[Any], given: Sequence[Any]
+) -> None:
+    """Note how a sharded result was computed, so that it can be computed from whole weights.
+
+    A number that was computed from larger parameters stays a number of the sharded ones, such as a penalty.
+    """
+    numbers = all(not t.dim() for t in ours)
+    for place, each in enumerate(result if isinstance(result, (list, tuple)) else (result,)):
+        if not isinstance(each, Sharded | DTensor) or any(each is t for t in given):
+            continue
+        if each.dim() or numbers:
+            chosen = functools.partial(_chosen, function, place) if each is not result else function
+            each.__dict__[HOW] = How(chosen, args, kwargs, torch.is_grad_enabled(), versions_of(ours))
+            set_class(each, _watched_class(type(each)))
+
+
+def _chosen(function: Any, place: int, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)[place]
+
+
+@functools.cache
+def _watched_class(kind: Any) -> Any:
+    """Return a class of tensors computed from sharded parameters, whose operations are always seen."""
+    namespace = {"__slots__": (), "__torch_function__": _FUNCTION, "__module__": kind.__module__}
+    made: Any = type(kind)(kind.__name__, (kind,), namespace)
+    made.__slots__ = kind.__slots__
+    return made
+
+
+def whole(args: Any, kwargs: Any, full_of: Callable[[Any], torch.Tensor]) -> tuple[Any, Any]:
+    """Return the arguments with whole weights instead of sharded parameters and of what was computed from them.
+
+    ``full_of`` returns the whole weight of a sharded parameter.
+    """
+
+    def exchange(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            how = value.__dict__.get(HOW)
+            if how is not None:
+                return again(how)
+            return full_of(value) if isinstance(value, Managed) and unit_of(value) is not None else value
+        if type(value) in (list, tuple):
+            return type(value)(exchange(each) for each in value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(exchange, value))
+        return {key: exchange(each) for key, each in value.items()} if type(value) is dict else value
+
+    def again(how: How) -> Any:
+        with quick_attributes():
+            ours = [
+                t
+                for t in tree_leaves((how.args, how.kwargs))
+                if isinstance(t, torch.Tensor) and is_watched(t)
+            ]
+            if versions_of(ours) != how.versions:
+                raise NotGathered(
+                    "A tensor that was computed from a sharded parameter was used with this rank's own data after the "
+                    "parameter had been edited. Compute it again after the edit."
+                )
+        function = torch.Tensor.detach if how.function == _DATA else how.function
+        with torch.set_grad_enabled(how.with_graph and torch.is_grad_enabled()):
+            return function(*exchange(how.args), **exchange(how.kwargs))
+
+    return exchange(args), exchange(kwargs)
