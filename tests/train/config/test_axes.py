@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from shardwright import train
-from shardwright.train.config import Config, ParallelConfig
+from shardwright.train.config import Config, ParallelConfig, axes
 from shardwright.train.config.axes import AXES, ParallelAxis, ParallelDims
 from shardwright.train.config.catalog.engines import EngineFacts
 from shardwright.train.config.catalog.kinds import Offers
+from shardwright.train.errors import UserError
 
 TRAIN = Path(train.__file__).parent
 #: The table and the keys.
@@ -41,6 +42,20 @@ def test_ranks_follow_from_what_an_axis_divides(axis: ParallelAxis) -> None:
     assert (axis.name in dims.spread_axes) is (axis.divides in ("layers", "experts"))
     samples = [dims.data_rank(rank) for rank in range(4)]
     assert samples == ([0, 1, 2, 3] if axis.divides == "experts" else [0, 0, 1, 1])
+
+
+def test_a_further_axis_counts_with_those_that_divide_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    further = dataclasses.replace(AXES[0], name="columns")
+    monkeypatch.setattr(axes, "AXES", (*AXES, further))
+    sizes = {"tensor": 2, "expert": 1, "context": 2, "columns": 2}
+    dims = ParallelDims.of(1, sizes, 16)
+    assert (dims.ranks, dims.data, dims.sharing_data, dims.with_same_loss) == (16, 2, 8, 4)
+    assert dims.axes == {"data": 4, "tensor": 2, "columns": 2}
+    assert dims.context_axes == {"samples": 2, "context": 2, "tensor": 2, "columns": 2}
+    with pytest.raises(
+        UserError, match=r"parallel.columns: expected a divisor of the number of ranks, 6, found 4"
+    ):
+        ParallelDims.of(1, {**sizes, "columns": 4}, 12)
 
 
 def test_no_other_file_reads_the_size_of_one_axis() -> None:
