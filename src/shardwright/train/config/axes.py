@@ -1,7 +1,8 @@
 """The axes along which a job's ranks divide its work, and which ranks share data, tokens and losses.
 
 `AXES` has a row for each axis. Messages, checks, searches of plans and meshes follow from the rows, and no other file
-divides the ranks. How a model is divided along an axis is said by the Offers of its kind. Nothing here imports torch.
+divides the ranks. How a model is divided along an axis is said by the Offers of its kind. Nothing here imports torch
+or pydantic.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from shardwright.train.config.catalog.engines import EngineFacts
 from shardwright.train.errors import UserError
@@ -104,12 +103,6 @@ AXES = (
 def axes_that_divide(*what: Divided) -> tuple[ParallelAxis, ...]:
     """Return the axes whose ranks divide one of these things."""
     return tuple(axis for axis in AXES if axis.divides in what)
-
-
-def axis_key(name: str) -> Any:
-    """Return the field of `[parallel]` for the axis of that name."""
-    (axis,) = (axis for axis in AXES if axis.name == name)
-    return Field(default=1, ge=1, description=axis.description)
 
 
 def check_divisor(key: str, value: int, whole: int, what: str = "the number of ranks") -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from shardwright.engine.extend import layouts, memories, strategies
-from shardwright.train.config.axes import AXES, Divided, ParallelDims, axes_that_divide, axis_key
+from shardwright.train.config.axes import AXES, Divided, ParallelDims, axes_that_divide
 from shardwright.train.config.catalog.engines import ENGINES, EngineFacts, EngineName
 from shardwright.train.config.catalog.registry_names import OneOf, summaries
 from shardwright.train.config.sections.base import DType, Section
+
+
+def _axis(name: str) -> Any:
+    """Return the field for the axis of that name."""
+    (axis,) = (axis for axis in AXES if axis.name == name)
+    return Field(default=1, ge=1, description=axis.description)
 
 
 class ParallelConfig(Section):
@@ -68,9 +74,9 @@ class ParallelConfig(Section):
         ge=1,
         description="Number of groups of ranks that each hold a whole model. hsdp and hfsdp need at least 2.",
     )
-    tensor: int = axis_key("tensor")
-    expert: int = axis_key("expert")
-    context: int = axis_key("context")
+    tensor: int = _axis("tensor")
+    expert: int = _axis("expert")
+    context: int = _axis("context")
     layout: Annotated[str, OneOf(layouts)] | Annotated[int, Field(ge=1)] = Field(
         default="per_parameter",
         description=(
