@@ -154,9 +154,9 @@ class ParallelDims:
 
     def parts_of(self, what: Divided) -> int:
         """Return the number of ranks that divide this."""
-        return prod(self._axes_of(what).values())
+        return prod(self.axes_of(what).values())
 
-    def _axes_of(self, what: Divided) -> dict[str, int]:
+    def axes_of(self, what: Divided) -> dict[str, int]:
         """Return the sizes of the axes that divide this, by their names. Axes of one rank are left out."""
         return {
             axis.name: self.sizes[axis.name] for axis in axes_that_divide(what) if self.sizes[axis.name] > 1
@@ -209,7 +209,7 @@ class ParallelDims:
     @property
     def axes(self) -> dict[str, int]:
         """The mesh of the ranks: names and sizes, the outermost first."""
-        return {**self.data_axes, **self.layer_axes}
+        return {**self.data_axes, **self.axes_of("layers")}
 
     @property
     def data_axes(self) -> dict[str, int]:
@@ -219,19 +219,9 @@ class ParallelDims:
         return {"data": self.shard}
 
     @property
-    def layer_axes(self) -> dict[str, int]:
-        """The axes of the mesh over which layers are divided; none without such ranks."""
-        return self._axes_of("layers")
-
-    @property
     def context_axes(self) -> dict[str, int]:
         """The mesh of the same ranks for parts of samples."""
-        return {"samples": self.data, **self.sample_axes, **self.layer_axes}
-
-    @property
-    def sample_axes(self) -> dict[str, int]:
-        """The axes of that mesh over which each sample is divided; none without such ranks."""
-        return self._axes_of("samples")
+        return {"samples": self.data, **self.axes_of("samples"), **self.axes_of("layers")}
 
     @property
     def expert_axes(self) -> dict[str, int]:
@@ -247,9 +237,4 @@ class ParallelDims:
     @property
     def spread_axes(self) -> dict[str, int]:
         """The axes of the mesh for experts whose ranks divide the experts, and each expert."""
-        return {**self.only_expert_axes, **self.layer_axes}
-
-    @property
-    def only_expert_axes(self) -> dict[str, int]:
-        """The axes of the mesh for experts whose ranks divide the experts of a layer; none without such ranks."""
-        return self._axes_of("experts")
+        return {**self.axes_of("experts"), **self.axes_of("layers")}

@@ -105,7 +105,7 @@ def cut_layers(model: LanguageModel, mesh: DeviceMesh, experts: DeviceMesh | Non
 
 def parallel_loss(dims: ParallelDims) -> AbstractContextManager[object]:
     """Around forward, loss and backward: with tensor parallelism the cross-entropy of logits that are never whole."""
-    return loss_parallel() if dims.layer_axes else nullcontext()
+    return loss_parallel() if dims.axes_of("layers") else nullcontext()
 
 
 def parallelize(
@@ -121,12 +121,12 @@ def parallelize(
     if mesh.device_type != "cpu":
         device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
     dims = config.dims(mesh.size())
-    experts = make_expert_mesh(dims, mesh) if dims.only_expert_axes else None
+    experts = make_expert_mesh(dims, mesh) if dims.axes_of("experts") else None
     if experts is not None:
         divide_experts(model.to(device), experts[tuple(dims.spread_axes)])
-    if dims.layer_axes:
-        alone = experts and experts[tuple(dims.only_expert_axes)]
-        cut_layers(model.to(device), mesh[tuple(dims.layer_axes)], alone)
+    if dims.axes_of("layers"):
+        alone = experts and experts[tuple(dims.axes_of("experts"))]
+        cut_layers(model.to(device), mesh[tuple(dims.axes_of("layers"))], alone)
         mesh = mesh[tuple(dims.data_axes)]
     same_experts = None if experts is None else experts[tuple(dims.same_expert_axes)]
     spread = engine.spread(model, Ranks(mesh, device, same_experts))

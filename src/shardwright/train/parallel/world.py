@@ -50,7 +50,7 @@ class World:
         mesh = _mesh_of(dims.axes, device)
         context = None
         if dims.parts_of("samples") > 1:
-            context = Split(_mesh_of(dims.context_axes, device)[tuple(dims.sample_axes)])
+            context = Split(_mesh_of(dims.context_axes, device)[tuple(dims.axes_of("samples"))])
         return cls(rank, device, mesh, dims, context)
 
     @property

@@ -146,7 +146,7 @@ class Trainer:
         float8.convert(plain, building)
         self._gathers_float8 = building.gathers_float8
         recipe.divide_samples(plain, config.model.shape(), world.context)
-        are_cut = bool(world.dims.layer_axes)
+        are_cut = bool(world.dims.axes_of("layers"))
         prepare_blocks(plain, config.activations, config.train.compile, are_cut)
         chunked = prepare_loss(plain, config.train.loss_chunks)
         self.model: nn.Module = recipe.parallelize(plain, config.parallel, world.mesh, reads_weights)
