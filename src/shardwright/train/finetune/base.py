@@ -45,7 +45,8 @@ class Base:
 
 
 def base_of(model: nn.Module, source: str) -> Base:
-    """The reference to the model's frozen parameters. Called by every rank, between steps; each reads its own part."""
+    """Return the reference to the model's frozen parameters. Called by every rank, between steps; each reads its own
+    part."""
     entries = [e for e in tensors_of(model) if _is_frozen(e)]
     parts = {entry.name: _parts(entry) for entry in entries}
     everyones = RankGroup().all_gather(parts)
@@ -98,7 +99,8 @@ def _boxes(entry: ModelTensor) -> Sequence[tuple[tuple[int, ...], Tensor]]:
 
 @torch.no_grad()
 def _sum_of_hashes(local: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...], salt: int) -> int:
-    """A hash of each element's bits and place in the whole tensor, summed: the cut does not matter. Below 2**64."""
+    """Return a hash of each element's bits and place in the whole tensor, summed: the cut does not matter. Below
+    2**64."""
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     rows = max(1, CHUNK // max(1, math.prod(local.shape[1:])))
     for first in range(0, local.shape[0] if local.ndim else 1, rows):
@@ -115,7 +117,8 @@ def _sum_of_hashes(local: Tensor, offsets: tuple[int, ...], shape: tuple[int, ..
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele et al., 2014). Products wrap around, shifts are of unsigned numbers."""
+    """Return the finaliser of SplitMix64 (Steele et al., 2014). Products wrap around, shifts are of unsigned
+    numbers."""
     x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47
     x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15
     return x ^ _shifted(x, 31)

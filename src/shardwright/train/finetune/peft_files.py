@@ -189,7 +189,7 @@ def read_adapters(
 
 
 def _checked_file(model: nn.Module, folder: Path, settings: FinetuneConfig, names: _Names) -> Path:
-    """The file of weights, which fits the model and the settings. Raises as :func:`read_adapters`."""
+    """Return the file of weights, which fits the model and the settings. Raises as :func:`read_adapters`."""
     _check_settings(folder, settings)
     file = _weights_file(folder)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name in names.keys}
@@ -208,7 +208,7 @@ def _checked_file(model: nn.Module, folder: Path, settings: FinetuneConfig, name
 
 
 def base_in(folder: str | os.PathLike[str]) -> str | None:
-    """The folder or hub name of the base in an adapter_config.json; None if it names none.
+    """Return the folder or hub name of the base in an adapter_config.json; None if it names none.
 
     Raises:
         UserError: there is no adapter_config.json, or it asks for a feature that is not supported here.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from shardwright.train.config import Config
-from shardwright.train.config.dims import ParallelDims
 from shardwright.train.data.samples.batch import Batch
 
 #: Micro-batches of a validation on each rank. A second one shows the memory of two at a time, since the first is freed
@@ -74,7 +73,7 @@ class AbsentData:
     def of(cls, config: Config, ranks: int, declare: Callable[[Tensor], object] = id) -> AbsentData:
         """Return the data of a run on `ranks` ranks."""
         stream = AbsentStream(config.train.seq_len, False, declare=declare)
-        count = ROUNDS * ParallelDims.of(config.parallel, ranks).data * config.train.micro_batch
+        count = ROUNDS * config.parallel.dims(ranks).data * config.train.micro_batch
         validation = replace(stream, windows=count) if config.validation.every else None
         return cls(stream, config.model.shape().vocab_size, validation)
 

@@ -71,7 +71,7 @@ def _end(verdict: Diagnosis, pids: list[int], record: Callable[[Outcome], None])
 
 
 def _ranks(agent: psutil.Process, command: list[str]) -> dict[int, int]:
-    """The process of each rank that this torchrun process has started. All have the same command line."""
+    """Return the process of each rank that this torchrun process has started. All have the same command line."""
     pids: dict[int, int] = {}
     for process in agent.children(recursive=True):  # a worker of a rank comes after the rank
         with suppress(psutil.Error, KeyError, ValueError):

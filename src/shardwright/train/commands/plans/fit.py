@@ -257,18 +257,18 @@ class _Plans:
         return found
 
     def words(self) -> str:
-        """The progress of the search. The number of plans depends on their results, so it is an estimate."""
+        """Return the progress of the search. The number of plans depends on their results, so it is an estimate."""
         seconds = time.monotonic() - self._started
         return f"planning: {self._done} of about {max(USUAL, self._begun)} plans, {seconds:.0f} s{self._last}"
 
     def waits_long(self, found: Found) -> bool:
-        """Whether the device waits for collectives for a large part of a step."""
+        """Return whether the device waits for collectives for a large part of a step."""
         losses = {loss.name: loss.seconds for loss in self.speeds[found.keys].losses()}
         return losses["waits"] > EXPOSED * found.seconds
 
 
 def _which(found: Found, does: str) -> str:
-    """The end of a sentence about settings: how they fit. ``does``: "does" or "do"."""
+    """Return the end of a sentence about settings: how they fit. ``does``: "does" or "do"."""
     if found.barely:
         return ", which BARELY fit" if does == "do" else ", which BARELY fits"
     if found.fits:
@@ -307,7 +307,7 @@ def planned(job: PlannedJob, keys: Keys) -> _Result:
 
 
 def found_of(keys: Keys, verdict: Verdict, seconds: float) -> Found:
-    """A plan for the search, in which only settings with room fit.
+    """Return a plan for the search, in which only settings with room fit.
 
     A job that fits only because the allocator empties its cache needs more than the device has, so it does not count as
     one that barely fits.
@@ -411,7 +411,7 @@ def _values(each: Found, speeds: Mapping[Keys, Speed]) -> dict[str, object]:
 
 
 def _page(job: PlannedJob, found: Search, shown: Found | None, assumed: Sequence[str]) -> str:
-    """The page of a search: the plan of some settings, without any those of the job, and all plans."""
+    """Return the page of a search: the plan of some settings, without any those of the job, and all plans."""
     config = job(() if shown is None else shown.keys)
     program, verdict = program_and_verdict(job, config)
     values = {key: config.value_at(key) for key in assumed if key not in found.searched}
@@ -426,7 +426,7 @@ _TOGETHER = ("parallel.strategy", "parallel.replicas", "parallel.reshard_after_f
 
 
 def grid_of(config: Config, found: Search) -> dict[str, Any]:
-    """The plans of a search by dimension, for `plan_page`. Values that all plans share are no dimension."""
+    """Return the plans of a search by dimension, for `plan_page`. Values that all plans share are no dimension."""
 
     def words(keys: Keys, names: Sequence[str]) -> str:
         values = [dict(keys).get(name, str(config.value_at(name))) for name in names]
@@ -516,7 +516,7 @@ def _rows(
 
 
 def _largest(config: Config, plans: Sequence[Found]) -> Iterator[tuple[str, str]]:
-    """A row about the largest micro-batch that fits, if plans differ in nothing else."""
+    """Yield a row about the largest micro-batch that fits, if plans differ in nothing else."""
     key = "train.micro_batch"
     differing = {name for each in plans for name, _ in changed(config, each.keys)}
     if differing != {key}:
@@ -537,7 +537,7 @@ def _figures(found: Found, speed: Speed) -> str:
 
 
 def _why_slower(best: Speed, other: Speed) -> str:
-    """The losses that grow most."""
+    """Return the losses that grow most."""
     before = {loss.name: loss.seconds for loss in best.losses()}
     grown = sorted(
         ((loss.seconds - before.get(loss.name, 0.0), loss.text) for loss in other.losses()), reverse=True

@@ -28,8 +28,8 @@ from shardwright.planner import (
 from shardwright.train.commands.pages.html_file import write_page
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config
+from shardwright.train.config.axes import AXES
 from shardwright.train.config.catalog.kinds import model_in_words
-from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.plans.cache_key import cache_key
 from shardwright.train.config.plans.memory_edits import Keys, edits_of, edits_of_host, in_words
 from shardwright.train.errors import UserError, counted
@@ -64,7 +64,7 @@ def plan(
         The status of the process: 0, or 3 if the job does not fit.
 
     Raises:
-        UserError: the configuration does not fit the ranks, no plan covers it, or the page cannot be written.
+        UserError: the configuration does not fit the number of ranks, no plan covers it, or the page cannot be written.
     """
     config = job()
     program, verdict = program_and_verdict(job, config)
@@ -157,7 +157,7 @@ def end_search() -> None:
 def program_of(
     config: Config, ranks: int, caches: bool = True, kind: Literal["cpu", "cuda"] = "cuda"
 ) -> Program:
-    """The program of the configuration on devices of this kind, from the cache if it is there."""
+    """Return the program of the configuration on devices of this kind, from the cache if it is there."""
     key = cache_key(config, ranks, kind) if caches else None
     program = load_program(key) if key is not None else None
     if program is None:
@@ -192,9 +192,10 @@ def head(job: PlannedJob, config: Config) -> str:
     """Return the lines about a job above its plan."""
     ranks, device, train, parallel = job.ranks, job.device, config.train, config.parallel
     parameters = sizes_of(config.model.shape()).parameters
-    count = train.accumulation_steps(ParallelDims.of(parallel, ranks).data)
+    count = train.accumulation_steps(parallel.dims(ranks).data)
     way = parallel.strategy if parallel.facts.has_own_keys else f"engine {parallel.engine}"
-    where = "rank" if parallel.context == 1 else f"group of {parallel.context} ranks"
+    parts = parallel.parts_of("samples")
+    where = "rank" if parts == 1 else f"group of {parts} ranks"
     compiled = "" if train.compile == "none" else f", blocks compiled by {train.compile}"
     offload = config.activations.offload
     offloaded = "" if offload == "none" else f", offload {offload!r}"
@@ -208,7 +209,7 @@ def head(job: PlannedJob, config: Config) -> str:
 
 
 def assumptions(config: Config, assumed: Sequence[str]) -> Iterator[str]:
-    """Lines on what a plan assumes. ``assumed``: keys whose values nobody gave."""
+    """Yield lines on what a plan assumes. ``assumed``: keys whose values nobody gave."""
     if assumed:
         yield "assumed  what config.json does not say; each of these options changes it:"
         words = " ".join(f"--{key}\0{config.value_at(key)}" for key in assumed)
@@ -216,14 +217,15 @@ def assumptions(config: Config, assumed: Sequence[str]) -> Iterator[str]:
         yield from (" " * 9 + line.replace("\0", " ") for line in lines)
     if config.data.separates:
         yield "assumed  one document in each sample; where a GPU runs flash attention, others change little"
-    if config.parallel.expert > 1:
-        yield "assumed  each expert gets as many tokens; a rank whose experts get more needs more"
+    yield from (
+        f"assumed  {axis.assumption}" for axis in AXES if axis.assumption and config.value_at(axis.key) > 1
+    )
     if config.run.hooks:
         yield "assumed  hooks of run.hooks take no memory; logits that validation keeps for their metrics count"
 
 
 def one_line(error: Exception) -> str:
-    """The error of a plan that should not fail, for a row."""
+    """Return the error of a plan that should not fail, for a row."""
     return f"{type(error).__name__}: {' '.join(str(error).split()):.100}"
 
 
@@ -244,7 +246,8 @@ def _edits_to_try(config: Config, ranks: int, verdict: Verdict) -> list[Keys]:
 
 
 def is_padded(config: Config, ranks: int, verdict: Verdict) -> bool:
-    """Whether this rank has much more of the weights than its part, because a layout cuts few rows for many ranks.
+    """Return whether this rank has much more of the weights than its part, because a layout cuts few rows for many
+    ranks.
 
     An example are packed experts: 8 rows, one for each expert, on 64 ranks.
     """
@@ -253,11 +256,11 @@ def is_padded(config: Config, ranks: int, verdict: Verdict) -> bool:
     from shardwright.train.parallel.host_memory import STORED, cuts  # which imports psutil
 
     parameters = sizes_of(config.model.shape()).parameters
-    return verdict.exact["parameters"] > PADDED * STORED * parameters / cuts(config, ranks)
+    return verdict.exact["parameters"] > PADDED * STORED * parameters / cuts(config.parallel, ranks)
 
 
 def _helps(verdict: Verdict, other: Verdict) -> bool:
-    """Whether a changed job needs less of the memory that the job lacks."""
+    """Return whether a changed job needs less of the memory that the job lacks."""
     if verdict.needs_more_host:
         return other.host_need < verdict.host_need
     return other.unlimited.reserved < verdict.unlimited.reserved

@@ -38,9 +38,8 @@ from shardwright.train.models.foreign.module import ADAPTER_PARAMETERS, PREFIX, 
 from shardwright.train.models.foreign.units import Units
 from shardwright.train.models.hf.building import build, config_of, imported_transformers, units_in
 from shardwright.train.models.hf.context import Divided
-from shardwright.train.models.hf.counting import flops_of_model
 from shardwright.train.models.hf.documents import Separation, separation_of
-from shardwright.train.models.hf.flops import Uncountable
+from shardwright.train.models.hf.flops import Uncountable, flops_of_model
 from shardwright.train.models.language_model import draws_numbers
 from shardwright.train.models.packed import IGNORED, within_trained
 
@@ -166,7 +165,8 @@ class HuggingFaceModel(ForeignModel):
     counts_frozen = True
 
     def flops_per_token(self, seq_len: int) -> int:
-        """The operations of a trace without memory, see `flops`, and those of adapters, whose weights are all trained.
+        """Return the operations of a trace without memory, see `flops`, and those of adapters, whose weights are all
+        trained.
 
         For a model that cannot be traced so: six for each weight that a token is multiplied with, four for a frozen
         one, and 12 x heads x head_dim x length for each attention.
@@ -207,7 +207,8 @@ _BALANCE_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 def balance_loss(of: type[nn.Module]) -> Callable[..., Tensor] | None:
-    """The function that a class of transformers computes its balance loss with. None: the class adds no such loss.
+    """Return the function that a class of transformers computes its balance loss with. None: the class adds no such
+    loss.
 
     Raises:
         UserError: the function has other arguments than those of nearly all classes.
@@ -236,7 +237,7 @@ def _float32_names(model: Any) -> frozenset[str]:
 
 
 def _has_dropout(values: Mapping[str, Any]) -> bool:
-    """Whether a configuration asks for random numbers in training. Heads for other tasks do not count."""
+    """Return whether a configuration asks for random numbers in training. Heads for other tasks do not count."""
     words = ("drop", "jitter", "noise")
     return any(
         isinstance(value, int | float) and not isinstance(value, bool) and value > 0
@@ -249,7 +250,7 @@ def _has_dropout(values: Mapping[str, Any]) -> bool:
 
 
 def weights_path(shape: HuggingFaceShape) -> Path:
-    """The index of the safetensors, or the one file. They are fetched if the path is a name on the hub.
+    """Return the index of the safetensors, or the one file. They are fetched if the path is a name on the hub.
 
     Raises:
         UserError: there are no such files.
@@ -303,7 +304,7 @@ def _as_files_of_path() -> Iterator[None]:
 
 
 def _files_of(index: Path) -> list[str]:
-    """The files that an index names; none if it is damaged, which is said when it is opened."""
+    """Return the files that an index names; none if it is damaged, which is said when it is opened."""
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -311,7 +312,7 @@ def _files_of(index: Path) -> list[str]:
 
 
 def opened_files(shape: HuggingFaceShape) -> dict[str, FileTensor]:
-    """The headers of all files of weights.
+    """Return the headers of all files of weights.
 
     Raises:
         UserError: a file is missing or damaged.
@@ -324,7 +325,7 @@ def opened_files(shape: HuggingFaceShape) -> dict[str, FileTensor]:
 
 
 def fingerprints(shape: HuggingFaceShape) -> dict[str, str]:
-    """The digest of the files behind `model.path`, under their name in messages."""
+    """Return the digest of the files behind `model.path`, under their name in messages."""
     return {FILES_OF_PATH: _fingerprint(shape)}
 
 
@@ -371,7 +372,7 @@ def key_map(shape: HuggingFaceShape) -> dict[str, TensorSource | None]:
 
 
 def config_json(shape: HuggingFaceShape) -> dict[str, Any]:
-    """The content of config.json beside weights in float32."""
+    """Return the content of config.json beside weights in float32."""
     values = dict(shape.config)
     for key in ("auto_map", "torch_dtype", "_name_or_path"):
         values.pop(key, None)
