@@ -56,7 +56,10 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 
 class How(NamedTuple):
-    """How a tensor was computed from sharded parameters: it is computed again from whole ones if it meets others."""
+    """A record of how a tensor was computed from sharded parameters.
+
+    If the tensor meets this rank's own data, it is computed again from whole weights.
+    """
 
     function: Any
     args: Any
