@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.cli.program import main
+from shardwright.cli import main
 from shardwright.planner import Found
 from shardwright.train.commands.plans import new_job
 from shardwright.train.commands.plans.fit import Search
