@@ -40,7 +40,7 @@ def chunked_cross_entropy(
     ignore_index: int = -100,
     loss: TokenLoss = cross_entropy,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of ``head(hidden)``, without all logits in memory at once.
+    """Compute the cross-entropy of ``head(hidden)`` without all logits in memory at once.
 
         loss_sum, losses = sw.chunked_cross_entropy(hidden, model.lm_head, targets)
         (loss_sum / number_of_tokens).backward()

@@ -34,7 +34,7 @@ Step = Callable[[Tensor], Tensor]
 
 
 class DeferredLogits(Tensor):
-    """Logits [..., V] of hidden states [..., D]. It has their shape and no values.
+    """A record of logits [..., V] of hidden states [..., D]. It has their shape and no values.
 
     Arithmetic with numbers, ``tanh``, casts, ``flatten`` of tokens and slices of tokens give another record. Everything
     else raises TypeError.
@@ -121,7 +121,7 @@ def _without_values(func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
 
 
 def _cast(record: DeferredLogits, args: Any, kwargs: Any) -> DeferredLogits:
-    """``to``: the logits stay on their device."""
+    """Compute ``to`` for a record, whose logits stay on their device."""
     given = [*args, *kwargs.values()]
     dtypes = [
         each if isinstance(each, torch.dtype) else each.dtype

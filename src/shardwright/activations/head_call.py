@@ -71,7 +71,7 @@ def _call(head: nn.Module, hidden: Tensor, work: Callable[[Tensor], Any], prepar
 
 
 def prepare_once(head: nn.Module, run: Callable[[Tensor], Any]) -> AbstractContextManager[None]:
-    """Inside the context calls of the head return ``run(hidden)``. Hooks that prepare the input run, no others."""
+    """Let calls of the head return ``run(hidden)`` inside this context, after the hooks that prepare the input."""
     before = _those(head.__dict__[_BEFORE], _shards, False)
     return _attributes(head, {**_without_hooks(head), _BEFORE: before, "forward": run, _COMPILED: None})
 
@@ -96,7 +96,7 @@ def piece_of_call() -> Piece | None:
 
 @contextmanager
 def computing_piece(first: int, rows: int) -> Iterator[None]:
-    """Inside the context calls of the head have some of ``rows`` rows, from row ``first`` on."""
+    """Say that calls of the head inside this context have some of ``rows`` rows, from row ``first`` on."""
     global _piece
     before, _piece = _piece, Piece(first, rows)
     try:

@@ -179,7 +179,7 @@ class _ProductsIntoSums(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """`linear`, whose backward adds the matrix's gradient to a sum and returns none."""
+    """The function `linear`, but its backward adds the matrix's gradient to a sum and returns none."""
 
     @staticmethod
     def forward(
@@ -211,7 +211,7 @@ _released: weakref.WeakKeyDictionary[nn.Module, list[Slab]] = weakref.WeakKeyDic
 
 
 def _lease(head: nn.Module, parameters: Sequence[Tensor]) -> tuple[Slab | None, list[Tensor]]:
-    """Memory for the sums of the gradients of these parameters, and its views."""
+    """Return memory for the sums of the gradients of these parameters, and its views."""
     if not parameters:
         return None, []
     locals_ = [local_of(p) if isinstance(p, DTensor) else p for p in parameters]

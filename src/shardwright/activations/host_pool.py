@@ -14,7 +14,7 @@ from shardwright.engine import Host
 
 
 class HostMemoryError(RuntimeError):
-    """Activations do not fit into the memory of the host that they may use."""
+    """Raised if activations do not fit into the memory of the host that they may use."""
 
 
 class HostPool:

@@ -239,7 +239,7 @@ class ActivationOffload:
     # -- backward
 
     def read(self, call: Call) -> None:
-        """Backward reads a storage of this call. At the first one fetch the storages of the call before it."""
+        """Note that backward reads a storage of this call. At the first one fetch those of the call before it."""
         if self._reading and self._reading[-1]() is call:
             return
         self._arrive()

@@ -45,7 +45,7 @@ class StoredBytes:
         self._changed = False
 
     def note(self, tensor: Tensor) -> None:
-        """Autograd has saved this view of it."""
+        """Note that autograd has saved this view of it."""
         self._aliases.append((tensor, tensor._version))
 
     def was_changed(self) -> bool:
@@ -57,7 +57,7 @@ class StoredBytes:
         self.buffer, self._pool = buffer, pool
 
     def make_memory(self) -> None:
-        """New memory of the device with undefined content and the old alignment, on the current stream."""
+        """Take new memory of the device, with undefined content and the old alignment, on the current stream."""
         self.start %= _ALIGNMENT
         self.memory = torch.empty(
             self.start + self.nbytes, dtype=torch.uint8, device=self.device

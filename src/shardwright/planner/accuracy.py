@@ -17,7 +17,7 @@ from shardwright.planner.verdict import in_gib
 
 
 class Residual(NamedTuple):
-    """A plan and its run.
+    """A plan beside the run that followed it.
 
     Attributes:
         ended: the time of the run's end, in ISO form.
@@ -46,7 +46,7 @@ class Residual(NamedTuple):
 
 
 def file() -> Path:
-    """``$XDG_STATE_HOME/shardwright/plans.jsonl``, by default in ``~/.local/state``."""
+    """Return the file of residuals: ``$XDG_STATE_HOME/shardwright/plans.jsonl``, by default in ``~/.local/state``."""
     home = os.environ.get("XDG_STATE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~"), ".local", "state")
     return base / "shardwright" / "plans.jsonl"

@@ -26,7 +26,7 @@ ADDRESSES = (1 << 21) * LARGE_SEGMENT  #: of an expandable segment; few of them 
 
 
 class OutOfMemoryError(Exception):
-    """An allocation does not fit, also after the cache is empty.
+    """Raised if an allocation does not fit, even after the cache is empty.
 
     Attributes:
         wanted: bytes of the segment that the device cannot give.

@@ -34,7 +34,7 @@ KEPT = 64  #: files; the oldest ones are removed
 
 
 def folder() -> Path:
-    """``$XDG_CACHE_HOME/shardwright/plans``, by default in ``~/.cache``."""
+    """Return the folder of programs: ``$XDG_CACHE_HOME/shardwright/plans``, by default in ``~/.cache``."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~"), ".cache")
     return base / "shardwright" / "plans"

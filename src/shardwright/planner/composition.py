@@ -41,7 +41,7 @@ Values = tuple[int, ...]
 
 
 class Crossing(Exception):
-    """The size of a constant that grows with the layers crosses the edge.
+    """Raised if a constant whose size grows with the layers becomes larger than ``edge`` bytes.
 
     Attributes:
         layers: a number of layers with which it has crossed it.
@@ -392,7 +392,7 @@ class _Laws:
         self.added: list[list[_Law]] = []
 
     def hold(self) -> bool:
-        """Find the laws; whether they hold in all programs."""
+        """Find the laws, and return whether they hold in all programs."""
         shape = self._shape
         layers = range(shape.layers, shape.layers + len(self._reads))
         if any(shape.length(n) != len(read.events) for n, read in zip(layers, self._reads, strict=True)):
@@ -482,7 +482,7 @@ class _Laws:
 
 
 class _Impossible(Exception):
-    """A law leads to events that no program has."""
+    """Raised if the laws give events that no program can have."""
 
 
 class _Writer:
@@ -527,7 +527,7 @@ class _Writer:
                 self._write(event, law, _added(values, factors, repetition) if factors else values)
 
     def _write(self, event: Event, law: _Law, values: Values) -> None:
-        """Write an event as one of the shortest program, with the values of a law."""
+        """Write an event like one of the shortest program, but with the values of a law."""
         events = self._events
         at = len(events)
         if isinstance(event, Kernel):

@@ -27,7 +27,7 @@ SPREADS = ("products", "attention", "memory", "links", "host")
 
 
 class MeasuredError(ValueError):
-    """A table of a device file that cannot be read; in one line."""
+    """Raised for a table of a device file that cannot be read. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Measured:
 
 
 def rate_of(points: Sequence[Point], work: Work) -> float:
-    """Operations a second of a kernel of these sizes: a mean over the nearest points, by their distances."""
+    """Return operations a second of a kernel of these sizes: a mean over the nearest points, by their distances."""
     at = [math.log2(max(size, 1)) for size in work.sizes]
     near: list[tuple[float, float]] = []
     scale = work.flops / math.prod(work.sizes)
@@ -226,7 +226,7 @@ def table_of(kernel: Kernel, work: Work) -> tuple[str, Point]:
 
 
 def kind_of_collective(name: str) -> str:
-    """``gather``, ``scatter`` or ``reduce``."""
+    """Return the kind of a collective: ``gather``, ``scatter`` or ``reduce``."""
     if "reduce_scatter" in name or "scatter" in name:
         return "scatter"
     return "reduce" if "reduce" in name else "gather"

@@ -27,7 +27,7 @@ ALL_PAIRS = "all_pairs."
 
 
 class Alloc(NamedTuple):
-    """A block of memory is taken on a stream, or on the host."""
+    """The event that a block of memory is taken on a stream, or on the host."""
 
     block: int  #: its number, used once in a program
     nbytes: int
@@ -41,13 +41,13 @@ class Alloc(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A block is given back."""
+    """The event that a block is given back."""
 
     block: int
 
 
 class Kernel(NamedTuple):
-    """Work is queued on a stream."""
+    """The event that work is queued on a stream."""
 
     name: str
     stream: str
@@ -59,27 +59,27 @@ class Kernel(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """An event is recorded on a stream."""
+    """The event that a stream marks its present place, for which others can wait."""
 
     number: int
     stream: str
 
 
 class Wait(NamedTuple):
-    """A stream waits for a mark."""
+    """The event that a stream waits for a mark."""
 
     stream: str
     mark: int
 
 
 class HostWait(NamedTuple):
-    """The host waits for a mark."""
+    """The event that the host waits for a mark."""
 
     mark: int
 
 
 class Phase(NamedTuple):
-    """A part of the run begins, such as ``build``, ``forward``, ``backward`` or ``optimizer``."""
+    """The event that a part of the run begins, such as ``build``, ``forward``, ``backward`` or ``optimizer``."""
 
     name: str
 

@@ -74,7 +74,7 @@ _OF_GENERATION = {
 
 @dataclass(frozen=True)
 class Rates:
-    """Times on a device.
+    """The rates of a device, from which the time of each kernel follows.
 
     Attributes:
         figures: of the device.
@@ -221,5 +221,5 @@ def _traffic(kernel: Kernel) -> tuple[float, int]:
 
 
 def _latency(ranks: int, nodes: int) -> float:
-    """Seconds until the first byte has gone round a ring. Source: ``torch/_inductor/comm_analysis.py``, for NCCL."""
+    """Return seconds until the first byte has gone round a ring, by ``torch/_inductor/comm_analysis.py``, for NCCL."""
     return 8.4e-6 + 3.4e-6 * (ranks - nodes) + 14e-6 * (nodes - 1)

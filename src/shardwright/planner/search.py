@@ -80,7 +80,7 @@ def search_widely(
     width: int = 1,
     likeness: Callable[[Keys], Hashable] = frozenset,
 ) -> list[Found]:
-    """Plans of the job as it is, which is the first one, of grids, and of grids with further settings if needed.
+    """Plan the job as it is, then grids of settings, and grids with further settings if needed. Return all plans.
 
     If nothing fits, or no grid is without further settings, the first of the further and of the smaller settings with
     which the smallest point fits are searched, and the first of ``last``, each unless its smallest point is slower than
@@ -182,7 +182,7 @@ def with_keys(keys: Keys, other: Keys) -> Keys:
 
 
 def _kept(later: Later, plans: list[Found]) -> Later:
-    """Waits for a plan once, and adds it to others."""
+    """Return a function that waits for a plan once, adds it to ``plans`` and returns it."""
 
     @functools.cache
     def wait() -> Found | None:
@@ -195,7 +195,7 @@ def _kept(later: Later, plans: list[Found]) -> Later:
 
 
 def search(axes: Sequence[Axis], plan: Plan, width: int = 1) -> list[Found]:
-    """Plans of points, among them the fastest that fits if the order of the values holds; in the order of planning.
+    """Plan points of a grid until the fastest one that fits is known, if the order of the values holds.
 
     The neighbours of the fastest point are planned too, so that it is not missed where an order does not hold by one
     value. Those that take more memory than a point far above the device's are left out. Plans are read in the order in

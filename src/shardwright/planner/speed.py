@@ -118,7 +118,7 @@ class Speed:
         ]
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Rows of a plan: a head and a text."""
+        """Yield the rows of a plan about speed: a head and a text."""
         low, likely, high = self.tokens_per_second
         rate = (
             f"{likely:,.0f} tokens/s on each device, between {low:,.0f} and {high:,.0f}; " if likely else ""

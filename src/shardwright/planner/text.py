@@ -70,7 +70,7 @@ def as_values(
 
 
 def _speed(speed: Speed | None) -> dict[str, object] | None:
-    """Times in seconds; the least, the likely and the largest of those that are a range."""
+    """Return times in seconds. A time that is a range is the least, the likely and the largest one."""
     if speed is None:
         return None
     return {

@@ -88,7 +88,7 @@ class Interval(NamedTuple):
 
 @dataclass
 class Recording:
-    """The course of a step.
+    """The course of a step: what runs at which time.
 
     Attributes:
         spans: of the kernels, in the order of the host's program.
@@ -186,7 +186,10 @@ def _replay(
     offloaded: bool = True,
     recording: Recording | None = None,
 ) -> Timeline:
-    """``copies``: those between host and device take time. ``offloaded``: the host's computation does."""
+    """Return the time of a step.
+
+    ``copies``: copies between host and device take time. ``offloaded``: the host's computation takes time.
+    """
     found = Timeline()
     node, longer = rates.figures.node, rates.shares["beside"] - 1
     seconds_of = [rates.seconds(kernel, work) for kernel, work in step.kernels]
@@ -203,7 +206,7 @@ def _replay(
     on_host = rates.figures.measured is not None and rates.figures.measured.on_host
 
     def idle(until: float) -> None:
-        """The computation does nothing until then: as long as the host has queued nothing, because of the host."""
+        """Let the computation do nothing ``until`` then. Time in which the host has queued nothing is the host's."""
         begin = ready[COMPUTE]
         if until > begin:
             of_host = min(max(now - begin, 0.0), until - begin)

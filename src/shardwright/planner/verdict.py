@@ -309,7 +309,7 @@ def _in_room(
 
 
 def _of_parts_and_host(program: Program) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-    """:attr:`Verdict.parts` and :attr:`Verdict.host`."""
+    """Return :attr:`Verdict.parts` and :attr:`Verdict.host`."""
     parts = program.peaks()
     if not any(host for _, host in parts.values()):
         return parts, {}

@@ -251,7 +251,7 @@ def _state(seen: Seen) -> str:
 
 
 def _in_words(alike: Sequence[Seen], steps: bool) -> str:
-    """Ranks that do the same: "rank 2: backward of layers.7 since 31 s, process stopped (T)"."""
+    """Return a line about ranks that do the same: "rank 2: backward of layers.7 since 31 s, process stopped (T)"."""
     first = alike[0]
     who, state = heartbeat.ranks_in_words([each.rank for each in alike]), _state(first)
     if first.process == SILENT:

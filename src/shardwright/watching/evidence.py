@@ -93,7 +93,7 @@ def folder_name(job: str = "") -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises OSError if this process may not write into the folder, or may not make it. It is not made here."""
+    """Raise OSError if this process may not write into the folder, or may not make it. It is not made here."""
     whole = folder.absolute()
     place = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
     problem = ""

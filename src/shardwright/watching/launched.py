@@ -35,7 +35,7 @@ class Hang:
 
     @property
     def text(self) -> str:
-        """Some lines for a user."""
+        """Lines for a user: the verdict, and the files about it."""
         return f"{self.verdict.text}\n{self.files.in_words(self.verdict.culprits)}"
 
 
@@ -58,7 +58,7 @@ class Looks:
 
 
 def silence(stall_seconds: float) -> float:
-    """Seconds without a sign of a rank's thread, after which something holds its interpreter."""
+    """Return the seconds without a sign of a rank's thread after which something holds its interpreter."""
     return min(5.0, max(evidence.HELD, stall_seconds / 2))
 
 

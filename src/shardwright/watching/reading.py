@@ -198,7 +198,7 @@ class HeartbeatReader:
 
     @property
     def stack_signal(self) -> int:
-        """The signal at which a process writes its stacks that something holds; 0: none."""
+        """Return the signal at which a process writes its stacks even if something holds it, or 0 if there is none."""
         return self._word(heartbeat.SIGNAL_AT)
 
     @property
@@ -280,7 +280,7 @@ def step_in_words(step: int, phase: int, around: int) -> str:
 
 
 def state_of(pid: int) -> str:
-    """RUNS, STOPPED, DISK or ENDED. A process without a heartbeat has only this."""
+    """Return RUNS, STOPPED, DISK or ENDED, all that is known of a process without a heartbeat."""
     return _STATES.get(_letter(pid), RUNS)
 
 

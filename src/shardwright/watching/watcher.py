@@ -77,7 +77,7 @@ class Finding(NamedTuple):
 
 
 class Watcher:
-    """Watches until :meth:`close`."""
+    """The thread of a rank that watches until :meth:`close`."""
 
     def __init__(
         self, beat: heartbeat.Heartbeat, readers: Mapping[int, HeartbeatReader], settings: WatchSettings,
@@ -99,7 +99,7 @@ class Watcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more."""
+        """End the watch."""
         self._closed.set()
         if self._courier is not None:
             self._courier.close()

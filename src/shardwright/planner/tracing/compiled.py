@@ -73,7 +73,7 @@ class Graphs:
 
 @contextmanager
 def graphs_of_fakes(on_cpu: bool) -> Iterator[Graphs]:
-    """Inside the context torch.compile's own backend makes graphs of fake tensors.
+    """Let torch.compile's own backend make graphs of fake tensors inside this context.
 
     What was compiled before is forgotten, and so is afterwards what was compiled inside.
     """

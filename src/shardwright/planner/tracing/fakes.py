@@ -56,7 +56,7 @@ A_VALUE = "a value"  #: how an :class:`UnknownValueError` calls what ``sw.plan(v
 
 
 class UnknownValueError(Exception):
-    """A program reads a value that a trace does not compute.
+    """Raised if a program reads a value that a trace does not compute.
 
     Args:
         what: what it reads.
@@ -73,7 +73,7 @@ class UnknownValueError(Exception):
 
 
 class AbsentDeviceError(ValueError):
-    """A program uses a GPU, in whose place a plan runs on the CPU.
+    """Raised if a program uses a GPU, in whose place a plan runs on the CPU.
 
     Args:
         what: what it does.
@@ -277,7 +277,7 @@ class FakeMemory(TorchDispatchMode):
     # -- results
 
     def _result(self, func: Any, args: Any, kwargs: Any, small: bool) -> _Result | None:
-        """None: the shape of the result depends on values, which are there if all arguments are `small`."""
+        """Return the result, or None if its shape depends on values. These are there if all arguments are `small`."""
         key = (func, _key(args), _key(kwargs))
         try:
             return self._results[key]  # type: ignore[return-value]

@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 @contextmanager
 def kernels_of_cuda() -> Iterator[None]:
-    """Inside the context functions run as on a GPU of compute capability 8.0 or newer."""
+    """Let functions run as on a GPU of compute capability 8.0 or newer, inside this context."""
     before = F.scaled_dot_product_attention, F.rms_norm
     for function, mine in zip(before, (_attention, _rms_norm), strict=True):
         # Others find the function to replace by its name, as torch's context_parallel does.
@@ -72,7 +72,7 @@ def _attention(
 
 @contextmanager
 def reads_no_numbers(small: int) -> Iterator[None]:
-    """Inside the context functions of torch do not look at numbers that a trace does not have.
+    """Keep functions of torch from looking at numbers that a trace does not have, inside this context.
 
     ``trunc_normal_`` of tensors of more than ``small`` bytes draws once, in the memory of torch's loop, which would
     wait for numbers inside the bounds. ``one_hot`` with a number of classes checks no index, as on a GPU.

@@ -55,21 +55,21 @@ class Contents:
         self._block_of = block_of
 
     def note_unknown(self, tensor: torch.Tensor) -> None:
-        """The content of a tensor is not what the program would compute."""
+        """Note that the content of a tensor is not what the program would compute."""
         _add(self._unknown, self._block_of(tensor))
 
     def is_unknown(self, tensor: torch.Tensor) -> bool:
         return self._block_of(tensor) in self._unknown
 
     def note_computed(self, tensor: torch.Tensor) -> None:
-        """A large tensor has the content that the program would compute."""
+        """Note that a large tensor has the content that the program would compute."""
         _add(self._computed, self._block_of(tensor))
 
     def is_computed(self, tensor: torch.Tensor) -> bool:
         return self._block_of(tensor) in self._computed
 
     def note_constant(self, tensor: torch.Tensor) -> None:
-        """A tensor has the content that the program would compute, because it is small."""
+        """Note that a tensor has the content that the program would compute, because it is small."""
         _add(self.constants, self._block_of(tensor))
 
     def forget(self, block: int) -> None:
@@ -171,7 +171,7 @@ class ProgramRecorder:
         return self._blocks.get(tensor.untyped_storage()._cdata)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has another size now: its old block is freed, and it gets a new one."""
+        """Free the block of a storage whose size has changed, and take a new one."""
         block = self._blocks.pop(storage._cdata, None)
         if block is not None:
             self.give_back(block)
@@ -180,7 +180,7 @@ class ProgramRecorder:
             self._watch(storage)
 
     def exchanged(self, one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
-        """Two storages have exchanged their memory, so each has the other's block now."""
+        """Exchange the blocks of two storages that have exchanged their memory."""
         blocks = self._blocks.pop(one._cdata, None), self._blocks.pop(two._cdata, None)
         for storage, block in zip((two, one), blocks, strict=True):
             if block is not None:
@@ -215,7 +215,7 @@ class ProgramRecorder:
         return self.block_of(tensor) in self._on_host
 
     def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The blocks of these tensors have been in the host's memory since they were taken."""
+        """Note that the blocks of these tensors have been in the host's memory since they were taken."""
         for each in tensors:
             if (block := self.block_of(each)) is not None:
                 self._on_host.add(block)
@@ -223,7 +223,7 @@ class ProgramRecorder:
 
     @contextmanager
     def lifting(self) -> Iterator[None]:
-        """Inside the context copies of tensors on the host are on the device."""
+        """Put copies of tensors of the host on the device, inside this context."""
         self._lifts = True
         try:
             yield
@@ -293,7 +293,7 @@ class ProgramRecorder:
 
     @contextmanager
     def capturing(self, number: int) -> Iterator[list[Event]]:
-        """Inside the context work is added to a graph, and does not run. Blocks are those of the graph."""
+        """Add work to a graph inside this context, in place of running it. Blocks are those of the graph."""
         self._pool, self._captured = f"{GRAPH}{number} ", []
         try:
             yield self._captured
@@ -301,7 +301,7 @@ class ProgramRecorder:
             self._pool, self._captured = "", None
 
     def run_graph(self, work: Iterable[Event]) -> None:
-        """Queue the work of a graph. Its marks are new ones each time."""
+        """Queue the work of a graph, with new marks each time."""
         if self.current_phase == AFTER_OPTIMIZER:
             # If the graph contains the optimizer, nothing else marks the end of a step.
             self.phase(AFTER_OPTIMIZER)
@@ -316,7 +316,7 @@ class ProgramRecorder:
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
-        """Inside the context work is queued on another stream."""
+        """Queue work on another stream inside this context."""
         before, self.stream = self.stream, stream
         try:
             yield

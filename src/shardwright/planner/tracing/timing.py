@@ -64,7 +64,7 @@ class Operation:
 
 @contextmanager
 def noting(recorder: ProgramRecorder, operations: dict[Kernel, Operation]) -> Iterator[None]:
-    """Inside the context each different kernel that the recorder notes gets its operation. Collectives are left out."""
+    """Note the operation of each different kernel of the recorder inside this context, except for collectives."""
     noted: list[Kernel] = []
     plain = recorder.kernel
 

@@ -47,7 +47,7 @@ class Calls:
 
 @contextmanager
 def watch_calls() -> Iterator[Calls]:
-    """Inside the context calls of modules go to the hooks."""
+    """Let calls of modules go to the hooks inside this context."""
     calls = Calls()
     with ExitStack() as stack:
         for handle in (
@@ -60,7 +60,7 @@ def watch_calls() -> Iterator[Calls]:
 
 @contextmanager
 def watch_training(recorder: ProgramRecorder, calls: Calls | None = None) -> Iterator[Training]:
-    """Inside the context phases are noted, and blocks get the names of the tensors and modules that need them."""
+    """Note phases inside this context, and give blocks the names of the tensors and modules that need them."""
     training = Training(recorder)
     with ExitStack() as stack:
         calls = calls or stack.enter_context(watch_calls())
@@ -86,7 +86,7 @@ class Training:
 
     @contextmanager
     def between_steps(self, phase: str) -> Iterator[None]:
-        """Inside the context all belongs to one phase, also the forward of models."""
+        """Count everything to one phase inside this context, also the forward of models."""
         self._recorder.phase(phase)
         self._trains = False
         try:
@@ -107,7 +107,7 @@ class Training:
 
     @torch.no_grad()
     def claim(self) -> None:
-        """Say which blocks have parameters, buffers and the states of optimizers."""
+        """Note which blocks have parameters, buffers and the states of optimizers."""
         names: dict[Any, str] = {}
         for model in self._models:
             names |= {parameter: name for name, parameter in model.named_parameters()}
