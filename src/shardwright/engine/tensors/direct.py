@@ -202,8 +202,12 @@ def is_watched(tensor: torch.Tensor) -> bool:
 
 
 def versions_of(tensors: Sequence[Any]) -> list[int]:
-    """Return the version counters of the local tensors, which edits of sharded tensors increase."""
-    return [t._local_tensor._version if not t._local_tensor.is_inference() else 0 for t in tensors]
+    """Return the version counters of the local tensors of sharded parameters, which edits increase."""
+    return [
+        0 if t._local_tensor.is_inference() else t._local_tensor._version
+        for t in tensors
+        if isinstance(t, Managed)
+    ]
 
 
 def _units(tensors: Sequence[torch.Tensor]) -> list[Any]:
