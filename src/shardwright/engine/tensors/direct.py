@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright.engine.compat.callers import read_by_program
+from shardwright.engine.compat.dtensor import subclasses_dispatch
 from shardwright.engine.compat.modes import (
     UnsupportedOperatorException,
     disabled_torch_function,
@@ -102,16 +102,6 @@ class _Watch:
         if self._on:
             self._on = False
             _ask(disabled_torch_function)
-
-    @contextmanager
-    def paused(self) -> Any:
-        on = self._on
-        self.end()
-        try:
-            yield
-        finally:
-            if on:
-                self.begin()
 
 
 watch = _Watch()
@@ -202,7 +192,12 @@ def is_watched(tensor: torch.Tensor) -> bool:
 
 
 def versions_of(tensors: Sequence[Any]) -> list[int]:
-    """Return the version counters of the local tensors of sharded parameters, which edits increase."""
+    """Return the version counters of the local tensors of sharded parameters, which edits increase.
+
+    On torch 2.11 other operations increase them, too, so there nothing is compared.
+    """
+    if not subclasses_dispatch:
+        return []
     return [
         0 if t._local_tensor.is_inference() else t._local_tensor._version
         for t in tensors
