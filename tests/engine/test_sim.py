@@ -47,7 +47,7 @@ AXES: dict[str, list[Any]] = {
     "layout": ["per_parameter", "ragged", "columns"],
     "offload": ["none", "offload", "state"],
     "steps": ["optimizer", "in backward"],
-    "recompute": ["none", "recomputed", "reentrant"],
+    "recompute": ["none", "recomputed", "reentrant", "parts", "recomputed parts"],
 }
 
 

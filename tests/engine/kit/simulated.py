@@ -61,7 +61,7 @@ class Case(NamedTuple):
     event: str = "none"
     offload: str = "none"  #: or "offload", of everything, or "state", of the optimizer's alone
     steps: str = "optimizer"  #: or "in backward"
-    recompute: str = "none"  #: or "recomputed", or "reentrant"
+    recompute: str = "none"  #: "recomputed" or "reentrant"; "parts" and "recomputed parts" call no unit
     graphed: bool = False  #: forward and backward are a graph from the third step on
     #: of the host: "none"; "blocks"; or, of recomputed blocks, what `checkpoint_blocks` keeps with "full" or "ops".
     activations: str = "none"
@@ -102,11 +102,12 @@ class Net(Model):
             if i == self.fails:
                 raise ValueError("this block fails")
             if i != self.skipped:
-                if self.recompute == "none":
-                    h = block(h)
+                run = block.forward if "parts" in self.recompute else block
+                if self.recompute in ("none", "parts"):
+                    h = run(h)
                 else:
                     h = checkpoint(
-                        block,
+                        run,
                         h,
                         use_reentrant=self.recompute == "reentrant",
                         preserve_rng_state=self.keeps_rng_state,
