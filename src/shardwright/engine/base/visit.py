@@ -89,7 +89,7 @@ class Visit:
 class Frame:
     """A running call of a unit."""
 
-    __slots__ = ("containers", "entry", "first_own", "guests", "unit", "visit")
+    __slots__ = ("entry", "first_own", "guests", "unit", "visit")
 
     def __init__(self, unit: Any, entry: int) -> None:
         self.unit = unit
@@ -98,7 +98,6 @@ class Frame:
         self.entry = entry
         #: Number of the first node that the module itself makes, if it makes one.
         self.first_own = entry
-        self.containers: list[Any] = []  #: inputs that the call may have put tensors into
         self.guests: list[Any] = []  #: units whose weights are read inside the call
 
 

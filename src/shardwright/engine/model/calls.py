@@ -24,9 +24,7 @@ from shardwright.engine.unit.marks import (
     map_arguments,
     map_tensors,
     mark_inputs,
-    mark_made,
     mark_outputs,
-    opaque_or_mutable,
 )
 from shardwright.engine.unit.owning import refuse_sharded_stand_ins, settle, settle_now
 from shardwright.engine.unit.unit import Unit
@@ -148,7 +146,6 @@ def _before(unit: Unit, root: Root, module: nn.Module, args: Any, kwargs: Any) -
             args, kwargs = map_arguments(lambda t: t.to(device, non_blocking=True), args, kwargs)
     frame = Frame(unit, next_sequence_number())
     root.visits.frames.append(frame)  # removed by _after or _leave_failed
-    frame.containers = opaque_or_mutable(args, kwargs)
     policy = unit.arguments.policy
     dtype = policy.param_dtype
     if dtype is not None and policy.cast_forward_inputs and not root.full_precision:
@@ -282,15 +279,12 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
         )
     if weights.parameters and weights.forms.lasting is None:
         output = _copy_weights(unit, output)
+    stash = unit.watch.stash
+    if stash.looks:
+        stash.looks -= 1
+        _refuse_weights(unit, [*stash.find(), *hidden_tensors(output)], module)
     if visit is not None:
-        stashed_tensors = unit.watch.stash.find(frame.containers)
-        tensors_of_output = (
-            stashed_tensors if type(output) is torch.Tensor else [*stashed_tensors, *hidden_tensors(output)]
-        )
-        if tensors_of_output:
-            _refuse_weights(unit, tensors_of_output, module)
-        stashed = mark_made(visit, stashed_tensors, frame.entry)
-        marked = mark_outputs(visit, output, frame.entry) or stashed
+        marked = mark_outputs(visit, output, frame.entry)
         visit.returns |= marked
         visit.spans.append((frame.first_own, next_sequence_number()))
         visit.end = root.clock.tick()

@@ -143,19 +143,6 @@ def _mark_input(visit: Visit, tensor: torch.Tensor) -> tuple[Any, Any, bool, int
     return (marked,), {}, True, node._sequence_nr()
 
 
-def opaque_or_mutable(args: Any, kwargs: Any) -> list[Any]:
-    """Inputs that a call may put tensors into: lists, dicts, caches."""
-    return [
-        value
-        for value in (*args, *kwargs.values())
-        if type(value) is not torch.Tensor and not isinstance(value, _PLAIN) and not _is_short(value)
-    ]
-
-
-def _is_short(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value)
-
-
 def mark_outputs(visit: Visit, output: Any, entry: int) -> bool:
     """Let ``visit`` hear when backward reaches any of these outputs. False if none of them has a graph.
 
@@ -245,19 +232,22 @@ def _inside(item: Any) -> Iterator[Any]:
 
 
 class StashedTensors:
-    """Tensors that modules keep in attributes, such as an auxiliary loss: backward may start from them, too."""
+    """Tensors that modules keep in attributes. They may be views of weights, whose memory ends with the call.
+
+    Attributes:
+        looks: in so many further calls the engine looks for such views. Programs that keep them do so from the first.
+    """
 
     def __init__(self, modules: list[nn.Module]) -> None:
+        self.looks = 3
         self._modules = [weakref.ref(m) for m in modules]
         self._sizes: list[int] = []  #: numbers of the modules' attributes when :attr:`_names` was made
         self._names: list[tuple[weakref.ref[nn.Module], list[str]]] = []  #: attributes that may have tensors
         self._buffers: list[dict[str, torch.Tensor | None]] = []
 
-    def find(self, containers: list[Any]) -> list[torch.Tensor]:
-        """All such tensors, and tensors in ``containers`` among a call's inputs."""
-        tensors: list[torch.Tensor] = (
-            list(hidden_tensors([_Opaque(c) for c in containers])) if containers else []
-        )
+    def find(self) -> list[torch.Tensor]:
+        """All such tensors."""
+        tensors: list[torch.Tensor] = []
         sizes = [len(module.__dict__) for ref in self._modules if (module := ref()) is not None]
         if sizes != self._sizes:
             self._look(sizes)
@@ -290,11 +280,6 @@ class StashedTensors:
                     self._names.append((ref, names))
                 self._buffers.append(module._buffers)
         self._sizes = sizes
-
-
-def mark_made(visit: Visit, tensors: list[torch.Tensor], entry: int) -> bool:
-    """Mark the tensors that the call has made, which their node numbers show. Returns whether there were any."""
-    return bool(tensors) and mark_outputs(visit, tensors, entry)
 
 
 class _Opaque:
