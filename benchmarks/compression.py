@@ -89,7 +89,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         settings = [("train.steps", str(args.steps)), ("parallel.strategy", args.strategy)]
         config = load_config(args.config, [*settings, ("parallel.layout", way.layout)])
         world = World.of(config.parallel, rank, args.ranks, torch.device("cpu"))
-        trainer = Trainer(config, world, load_dataset(config))
+        trainer = Trainer(config, world, load_dataset(config.for_data))
         model: Any = trainer.model
         model.set_gradient_comm_hook(way.hook())
         model.set_all_gather_codec(way.codec)

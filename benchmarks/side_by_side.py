@@ -92,7 +92,7 @@ def run(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
             }
             config = load_config(args.config, [(key, str(value)) for key, value in settings.items()])
             world = World.of(config.parallel, rank, ranks, torch.device("cpu"))
-            trainer = Trainer(config, world, load_dataset(config))
+            trainer = Trainer(config, world, load_dataset(config.for_data))
             losses = []
             with StopRequest() as stop:
                 for _ in range(args.steps - 1):

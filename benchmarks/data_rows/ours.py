@@ -70,7 +70,7 @@ def _dataset(order: Order) -> Any:
     }
     empty = Path(order.cache).with_suffix(".toml")
     empty.touch()
-    return load_dataset(load_config(empty, list(settings.items())))
+    return load_dataset(load_config(empty, list(settings.items())).for_data)
 
 
 def _share(order: Order) -> Any:

@@ -24,7 +24,7 @@ def _run(call: Call) -> int:
 
     from shardwright.train.commands.layouts import layout
 
-    return layout(config, call.options.world_size)
+    return layout(config.model, config.parallel, call.options.world_size)
 
 
 def _add_options(parser: Parser) -> None:

@@ -48,7 +48,7 @@ def note_steps_done(error: BaseException, steps: int) -> None:
 
 
 def steps_done(error: BaseException) -> int | None:
-    """The steps that the rank of this error had done; None if the error came outside the loop over steps."""
+    """Return the steps that the rank of this error had done; None if the error came outside the loop over steps."""
     return vars(error).get("steps_done")
 
 
@@ -74,5 +74,5 @@ def did_you_mean(name: str, names: Iterable[str], most: int = 1, cutoff: float =
 
 
 def printable(text: str, keeps: str = "") -> str:
-    """The text without control characters, which would change the terminal, except those in `keeps`."""
+    """Return the text without control characters, which would change the terminal, except those in `keeps`."""
     return "".join(c if c.isprintable() or c in keeps else "\N{REPLACEMENT CHARACTER}" for c in text)

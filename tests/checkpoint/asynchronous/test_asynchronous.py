@@ -21,9 +21,8 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint import save_state
-from shardwright.checkpoint.asynchronous import background, notes
-from shardwright.checkpoint.asynchronous.messages import Report
-from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
+from shardwright.checkpoint.asynchronous import background, messages
+from shardwright.checkpoint.asynchronous.messages import JsonLines, Report, send
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.format.nested import CHUNK_BYTES
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
@@ -336,14 +335,14 @@ def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
     save = LocalStore(tmp_path / "c").unfinished()
     save.begin(0, overwrite=False)
     written = write_boxes(save, "__0_0.distcp", SavePlan.of(values(1), RankGroup()).own)
-    notes.leave(save, 0, "attempt", written)
-    assert notes.read(save, 0, "attempt") == written
+    messages.leave_note(save, 0, "attempt", written)
+    assert messages.read_note(save, 0, "attempt") == written
     with pytest.raises(RuntimeError, match="of another save"):
-        notes.read(save, 0, "other")
+        messages.read_note(save, 0, "other")
     path = save.path / note_of_rank(0)
     path.write_text(path.read_text().replace("b", "c", 1))
     with pytest.raises(RuntimeError, match="note of rank 0 cannot be read"):
-        notes.read(save, 0, "attempt")
+        messages.read_note(save, 0, "attempt")
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import shardwright as sw
 from shardwright.checkpoint import INDEX, Damaged, list_checkpoints, remove_checkpoint, save_state
 from shardwright.checkpoint.load.checkpoints import checkpoint_at
 from shardwright.checkpoint.save.collective_save import write_state
-from shardwright.checkpoint.storage import file_systems, object_files
+from shardwright.checkpoint.storage import object_files
 from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.storage.object_store import ObjectStore
@@ -378,7 +378,7 @@ def test_reasons_of_a_store_are_one_line_with_advice(
 
 def test_a_store_that_does_not_answer_is_an_error_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
-    monkeypatch.setattr(file_systems, "PATIENCE", 0.2)
+    monkeypatch.setattr(object_files, "PATIENCE", 0.2)
     monkeypatch.setattr(FakeStore, "_asked", lambda self, call: answered.wait(20))
     try:
         for use in (sw.save_checkpoint, sw.load_checkpoint):

@@ -1,4 +1,4 @@
-"""What this version of torch can do, for tests of what it cannot."""
+"""Abilities of this version of torch, for tests of what it cannot do."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_tasks_in_a_chat_template(
     assert lines == ["colours does not compare: chat_template True in a, False in b"]
     settings = tiny(validation={"tasks": ["colours"], "tasks_apply_chat_template": True})
     with pytest.raises(UserError, match=r"validation\.tasks_apply_chat_template: expected a tokenizer with"):
-        check_job(settings)
+        check_job(settings.validation, settings.data, settings.model.shape())
 
 
 @pytest.mark.usefixtures("lm_eval")

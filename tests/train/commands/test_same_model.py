@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwright.train.errors import UserError
-from shardwright.train.parallel.same_model import check_same_model
+from shardwright.train.parallel.recipe import check_same_model
 from tests.support import multirank, world_mesh
 from tests.train.kit.jobs import TINY, config_file, ranks
 from tests.train.models.kit.user_module import Module

@@ -8,7 +8,6 @@ import pytest
 
 from shardwright.train.config import ParallelConfig, load_config
 from shardwright.train.config.catalog.kinds import near_name
-from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.load import checked_config
 from shardwright.train.errors import UserError
 
@@ -52,7 +51,7 @@ def test_a_table_without_a_weight() -> None:
 def test_the_divisors_are_named() -> None:
     for size, use in ((2, "1 or 2"), (8, "1, 2, 4 or 8"), (1, "1")):
         with pytest.raises(UserError, match=f"{size}, found 3; use {use}$"):
-            ParallelDims.of(ParallelConfig(tensor=3), size)
+            ParallelConfig(tensor=3).dims(size)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

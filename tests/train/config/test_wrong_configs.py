@@ -79,7 +79,7 @@ FILES: list[tuple[str, str]] = [
     ),
     (
         "[activations]\ncheckpoint = true",
-        "activations.checkpoint: expected one of none, full, layers, ops, budget, found",
+        "activations.checkpoint: expected one of none, full, layers, ops, half_ops, budget, found",
     ),
     (
         "[activations]\noffload = 'inputs'",

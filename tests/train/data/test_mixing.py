@@ -8,8 +8,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from shardwright.train.data.samples.mixing import SLOTS, Appended, GrowingOrder, Mixing, slots_of
-from shardwright.train.data.samples.order import SampleOrder
+from shardwright.train.data.samples.mixing import SLOTS, Appended, GrowingOrder, Mixing, SampleOrder, slots_of
 
 some_weights = st.lists(st.floats(0.2, 100), min_size=1, max_size=5)
 

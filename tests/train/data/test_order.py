@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from shardwright.train.data.samples.order import SampleOrder
+from shardwright.train.data.samples.mixing import SampleOrder
 
 
 @settings(max_examples=60, deadline=None)

@@ -20,8 +20,7 @@ from hypothesis import given, settings, strategies as st
 
 from shardwright.train.data.samples.batch import IGNORED, Batch
 from shardwright.train.data.samples.loader import Loader, Share
-from shardwright.train.data.samples.mixing import SLOTS, Appended
-from shardwright.train.data.samples.order import SampleOrder
+from shardwright.train.data.samples.mixing import SLOTS, Appended, SampleOrder
 from shardwright.train.data.samples.packing import PackingName, pack
 from shardwright.train.data.samples.stream import Part, Source, Stream
 from shardwright.train.data.tokens.tokens import Tokens

@@ -97,7 +97,10 @@ def config_of(tmp_path: Path, **data: Any) -> Config:
 
 def test_a_source_for_validation_leaves_all_of_the_other_for_training(tmp_path: Path) -> None:
     other = write(tmp_path / "val.jsonl", *("validated " * 9 for _ in range(20)))
-    split, own = load_dataset(config_of(tmp_path)), load_dataset(config_of(tmp_path, validation_source=other))
+    split, own = (
+        load_dataset(config_of(tmp_path).for_data),
+        load_dataset(config_of(tmp_path, validation_source=other).for_data),
+    )
     assert (
         own.train.sources[0].parts[0].tokens.documents
         == 40
@@ -122,7 +125,7 @@ def test_several_sources_for_validation_have_keys_and_weights(tmp_path: Path) ->
         {"path": write(tmp_path / "val.jsonl", *["validated " * 9] * 30), "weight": 3.0, "text_key": "body"},
         {"path": str(tmp_path / "qa.jsonl"), "weight": 1.0, "kind": "completions"},
     ]
-    dataset = load_dataset(config_of(tmp_path, validation_sources=tables))
+    dataset = load_dataset(config_of(tmp_path, validation_sources=tables).for_data)
     assert dataset.validation is not None
     assert dataset.validation.shares() == pytest.approx([0.75, 0.25], abs=0.01)
     first, second = dataset.validation.sources
@@ -155,7 +158,7 @@ def test_sets_with_names_have_losses_of_their_own(rank: int, world_size: int, tm
     folder.mkdir()
     data = config_of(folder, validation_sources=tables_of_sets(folder), packing="split").data.model_dump()
     config = tiny(data=data, parallel={"engine": "shardwright"})
-    job = trainer(config, rank, world_size, load_dataset(config))
+    job = trainer(config, rank, world_size, load_dataset(config.for_data))
     sets = job.dataset.validation_sets
     assert {name: len(stream.sources) for name, stream in sets.items()} == {"en": 2, "code": 1}
     assert sets["en"].shares() == pytest.approx([2 / 3, 1 / 3], abs=0.05)
@@ -164,7 +167,7 @@ def test_sets_with_names_have_losses_of_their_own(rank: int, world_size: int, tm
     for loss, stream in zip(
         (found.loss, *found.losses.values()), (job.dataset.validation, *sets.values()), strict=True
     ):
-        batch = stream.batch(0, validation_samples(config, stream))
+        batch = stream.batch(0, validation_samples(config.for_data, stream))
         with torch.no_grad():
             expected = F.cross_entropy(
                 job.model(batch.inputs).flatten(0, 1).double(), batch.targets.flatten()
@@ -248,7 +251,7 @@ def test_mistakes_of_a_source_for_validation_name_its_key(tmp_path: Path) -> Non
         ),
     ]:  # fmt: skip
         with pytest.raises(UserError, match=message):
-            load_dataset(config_of(tmp_path, **data))
+            load_dataset(config_of(tmp_path, **data).for_data)
     both = {"validation_source": "a.jsonl", "validation_sources": [{"path": "a.jsonl", "weight": 1.0}]}
     with pytest.raises(ValueError, match="validation_source: expected it in one of"):
         config_of(tmp_path, **both)
@@ -258,5 +261,5 @@ def test_mistakes_of_a_source_for_validation_name_its_key(tmp_path: Path) -> Non
 def test_a_run_without_validation_reads_no_source_for_it(tmp_path: Path) -> None:
     config = config_of(tmp_path, validation_source=str(tmp_path / "none.jsonl"))
     off = config.model_copy(update={"validation": config.validation.model_copy(update={"every": 0})})
-    dataset = load_dataset(off)
+    dataset = load_dataset(off.for_data)
     assert dataset.validation is None and dataset.train.sources[0].parts[0].tokens.documents == 40

@@ -52,14 +52,16 @@ def test_files_that_are_missing_on_one_host(
     dist.barrier()
     plain = job.engine.unwrapped(job.model)
     if what == "base":
-        prepare(plain, job.config, tmp_path / f"base{rank}.json", False, job.world.mesh)  # rank 0 writes
+        prepare(
+            plain, job.config.for_building, tmp_path / f"base{rank}.json", False, job.world.mesh
+        )  # rank 0 writes
     message = (
         "found no adapter_config.json in it" if what == "adapters" else "base1.json: expected the reference"
     )
     if rank == 0:
         message = f"Rank 1 failed, so all ranks stop. UserError: .*{message}"
     with pytest.raises(UserError, match=message):
-        prepare(plain, job.config, tmp_path / f"base{rank}.json", what == "base", job.world.mesh)
+        prepare(plain, job.config.for_building, tmp_path / f"base{rank}.json", what == "base", job.world.mesh)
 
 
 @multirank(3)

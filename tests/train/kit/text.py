@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardwright.train.data.samples.order import SampleOrder
+from shardwright.train.data.samples.mixing import SampleOrder
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.lock import claim
 from shardwright.train.run.metrics import last_record
 from shardwright.train.run.writing import writing
-from shardwright.train.step.numerics.fault import FaultError
+from shardwright.train.step.numerics.detect import FaultError
 from shardwright.train.step.numerics.verifying import CorruptionError
 from shardwright.train.step.saving.checkpoint import SaveFailedError, _failures
 from shardwright.train.step.trainer import Trainer

@@ -23,7 +23,7 @@ import torch
 from shardwright import cli
 from shardwright.cli.parsing import split_overrides
 from shardwright.cli.program import _parsers
-from shardwright.train.config import FaultConfig, load_config
+from shardwright.train.config import FaultConfig
 from shardwright.train.errors import UserError
 from shardwright.train.launch import job_end
 from shardwright.train.launch.environment import FOLDER_VARIABLE
@@ -37,7 +37,7 @@ from shardwright.train.launch.signals import (
     status_of_signal,
 )
 from shardwright.train.rank import process
-from shardwright.train.rank.complaints import complaint_of
+from shardwright.train.rank.process import complaint_of
 from shardwright.train.run.exits import Outcome, is_saved, remove_exit
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.metrics import recorded_step
@@ -173,9 +173,7 @@ def test_a_second_signal_ends_at_once(
 def test_a_rank_leaves_also_if_its_terminal_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     statuses = ends_in_thread(monkeypatch)
     world: Any = SimpleNamespace(is_first=True, size=1)
-    answering = signal_answers.SignalAnswers(
-        load_config(config_file(tmp_path), []), JobEnd(RunFolder(tmp_path / "run"), 1), world
-    )
+    answering = signal_answers.SignalAnswers(3, 0.0, JobEnd(RunFolder(tmp_path / "run"), 1), world)
     terminal = io.StringIO()
     terminal.close()
     monkeypatch.setattr("sys.stderr", terminal)

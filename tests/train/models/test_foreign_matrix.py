@@ -208,7 +208,7 @@ def test_what_is_refused_is_one_line_before_anything_is_allocated(
     with pytest.raises((UserError, ValueError), match=message) as found:
         config = config_of({"model": model, **row}, tmp_path)
         check_ranks(config, RANKS)
-        check_device(config, "cpu")
+        check_device(config.train, "cpu")
     assert isinstance(found.value, ValidationError) or "\n" not in str(found.value)
 
 

@@ -15,8 +15,8 @@ from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt
 from shardwright.train.models.build import model_of
 from shardwright.train.models.hf import counting
-from shardwright.train.models.hf.counting import count_by_kinds
 from shardwright.train.models.hf.documents import unnoticed
+from shardwright.train.models.hf.flops import count_by_kinds
 from shardwright.train.step.model_facts import ModelFacts
 from tests.train.kit.jobs import tiny
 from tests.train.models.kit.foreign import NATIVE
@@ -51,7 +51,7 @@ def counted_by_torch(config: Any, length: int, model: Any = None) -> float:
 def facts(config: Config) -> ModelFacts:
     model = model_of(config.model.shape())
     adapt(model, config.finetune, 0)
-    return ModelFacts.of(model, config)
+    return ModelFacts.of(model, config.model, config.train.seq_len)
 
 
 def compare(kind: str, folder: Path, length: int) -> float:

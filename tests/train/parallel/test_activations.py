@@ -47,7 +47,7 @@ def job(kind: str, dtype: str = "float32", **sections: dict[str, Any]) -> Config
 def build(settings: Config) -> Any:
     torch.manual_seed(0)
     model = build_model(settings.model, 256)
-    prepare_blocks(model, settings)
+    prepare_blocks(model, settings.activations, settings.train.compile)
     return model
 
 

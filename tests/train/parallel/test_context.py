@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from shardwright.context import Split, shard
 from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
-from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.models.native.context import divide_samples
 from shardwright.train.parallel import activations
@@ -334,7 +333,7 @@ def test_each_rank_writes_the_same_text(rank: int, world_size: int) -> None:
 
 def test_axes_of_ranks() -> None:
     config = job(2, parallel={"tensor": 2, "strategy": "hsdp", "replicas": 2}).parallel
-    dims = ParallelDims.of(config, 16)
+    dims = config.dims(16)
     assert (dims.data, dims.sharing_data, dims.averaging, dims.with_same_loss) == (4, 4, 8, 2)
     assert dims.data_axes == {"replicate": 2, "shard": 4}
     assert dims.context_axes == {"samples": 4, "context": 2, "tensor": 2}

@@ -81,9 +81,9 @@ def test_steps_equal_those_of_fsdp2(
         ),
         ({"parallel": {"expert": 2}}, "parallel.expert: expected 1"),
         ({"parallel": {"offload": "cpu"}}, "parallel.offload: expected 'none'"),
-        ({"parallel": {"full_precision_in_eval": True}}, "parallel.full_precision_in_eval: expected False"),
+        ({"parallel": {"full_precision_in_eval": True}}, "parallel.full_precision_in_eval: expected false"),
         ({"optimizer": {"name": "muon"}}, "optimizer.name: expected 'adamw'"),
-        ({"train": {"cuda_graph": True}}, "train.cuda_graph: expected False"),
+        ({"train": {"cuda_graph": True}}, "train.cuda_graph: expected false"),
         ({"train": {"seq_len": 33, "micro_batch": 1}}, "expected 'none' with 33 tokens in a micro-batch"),
     ],
 )
@@ -102,17 +102,17 @@ def test_devices_without_it_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     config = job(float8="rowwise")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"found none; install the extra float8"):
-        check_float8(config, "cuda")
-    check_float8(job(), "cpu")
+        check_float8(config.train.float8, "cuda")
+    check_float8(job().train.float8, "cpu")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(UserError, match=r"expected a GPU of capability 8.9 or more .*, found the CPU"):
-        check_float8(config, "cpu")
+        check_float8(config.train.float8, "cpu")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(UserError, match=r"found NVIDIA A100 of capability 8.0"):
-        check_float8(config, "cuda")
+        check_float8(config.train.float8, "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    check_float8(config, "cuda")
+    check_float8(config.train.float8, "cuda")
 
 
 @multirank(1)

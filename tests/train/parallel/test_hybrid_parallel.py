@@ -286,7 +286,7 @@ def test_every_row_of_a_projection_is_computed_with(groups: int, ranks: int) -> 
         (4, {"expert": 2, "model": {"pattern": "M", "mtp_pattern": ""}}, "for a model without experts, found 2"),
         (4, {"expert": 2, "optimizer": {"name": "muon"}}, "optimizer.name: expected 'adamw' with parallel.expert"),
         (4, {"expert": 2, "train": {"compile": "eager"}}, "train.compile: expected 'none' with parallel.expert"),
-        (4, {"expert": 2, "train": {"cuda_graph": True}}, "train.cuda_graph: expected False with parallel.expert"),
+        (4, {"expert": 2, "train": {"cuda_graph": True}}, "train.cuda_graph: expected false with parallel.expert"),
         (8, {"expert": 4, "reshard_after_forward": 4}, "that have the same experts, 2, found 4"),
         (2, {"tensor": 2, "model": {"mamba_heads": 3, "mamba_groups": 1}}, "model.mamba_heads: expected a multiple"),
         (8, {"tensor": 4, "model": {"mamba_heads": 12, "mamba_groups": 3}}, "model.mamba_groups: expected a multiple"),

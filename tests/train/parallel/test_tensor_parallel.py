@@ -137,8 +137,16 @@ def test_runs_go_on_with_another_tensor(
         ),
         (2, {"model": {"ffn_dim": 63}}, "model.ffn_dim: expected a multiple"),
         (2, {"train": {"seq_len": 31}}, "train.seq_len: expected a multiple"),
-        (2, {"optimizer": {"name": "muon"}}, "parallel.tensor: expected 1 with optimizer 'muon'"),
-        (2, {"train": {"cuda_graph": True}}, "parallel.tensor: expected 1 with train.cuda_graph"),
+        (
+            2,
+            {"optimizer": {"name": "muon"}},
+            "optimizer.name: expected 'adamw' with parallel.tensor = 2, found 'muon'",
+        ),
+        (
+            2,
+            {"train": {"cuda_graph": True}},
+            "train.cuda_graph: expected false with parallel.tensor = 2, found true",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(ranks: int, sections: dict[str, Any], told: str) -> None:

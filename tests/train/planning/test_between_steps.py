@@ -92,7 +92,7 @@ def validation_in(config: Config) -> int:
     data: Any = AbsentData.of(config, 2)
     with absent_ranks(2):
         world = World.of(config.parallel, 0, 2, torch.device("cpu"))
-        trainer = Trainer(config, world, data, hooks=hooks_of(config))
+        trainer = Trainer(config, world, data, hooks=hooks_of(config.run.hooks))
         for _ in range(2):
             train_step(trainer)
         gc.collect()

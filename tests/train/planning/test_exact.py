@@ -24,7 +24,6 @@ from shardwright.planner import Phase, Program
 from shardwright.planner.tracing import ProgramRecorder
 from shardwright.planner.tracing.streams import RecordedStreams
 from shardwright.train.config import Config
-from shardwright.train.config.dims import ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.parallel.world import World
 from shardwright.train.planning.absent_data import AbsentData
@@ -76,7 +75,7 @@ def excluded(one: str, a: Any, other: str, b: Any) -> bool:
         return True  # no slot would become free
     row: dict[str, Any] = {"ranks": 4, one: a, other: b}
     try:
-        ParallelDims.of(config_of(words_of(row), ranks=row["ranks"]).parallel, row["ranks"])
+        config_of(words_of(row), ranks=row["ranks"]).parallel.dims(row["ranks"])
     except UserError:
         return True
     return False

@@ -68,7 +68,9 @@ def answers(*statements: Statement | None, status: int = UserError.MISTAKE) -> l
 
 
 def stated(sha256: str = "a" * 64, **sections: Any) -> Statement:
-    return Statement(facts_of(tiny(**sections), {"the text of data.source": sha256}, None, "cpu"))
+    return Statement(
+        facts_of(tiny(**sections).model_dump(), {"the text of data.source": sha256}, None, "cpu")
+    )
 
 
 def test_ranks_that_differ_get_one_answer_that_names_them() -> None:

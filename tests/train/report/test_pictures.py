@@ -175,11 +175,11 @@ def test_a_loss_above_and_one_below_are_explained() -> None:
         large is not None and "seems to be a sum" not in large and "look at loss(batch) of my model" in large
     )
     config = tiny()
-    assert validation_lines(None, 2.0, config) == ["  validation      none"]
-    assert validation_lines(2.5, 2.0, config) == [
+    assert validation_lines(None, 2.0, config.data) == ["  validation      none"]
+    assert validation_lines(2.5, 2.0, config.data) == [
         "  validation      2.5000 on the text's last 5%, which no step trains on"
     ]
-    lower = " ".join(validation_lines(1.5, 2.0, config))
+    lower = " ".join(validation_lines(1.5, 2.0, config.data))
     assert "lower than the training loss" in lower and "after the step's update" in " ".join(lower.split())
 
 

@@ -337,7 +337,7 @@ from shardwright.train.run.folder import RunFolder
 
 folder = RunFolder(Path("run"))
 metrics = {"acc": {"value": 0.25, "stderr": 0.1, "higher_is_better": True}}
-send(folder, folder.config(), 5, {"colours": {"metrics": metrics}}, print)
+send(folder, 5, {"colours": {"metrics": metrics}}, print)
 """
 
 

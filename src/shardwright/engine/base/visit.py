@@ -36,10 +36,12 @@ class Visit:
         "hosts",
         "lasting",
         "listener",
+        "marked",
         "order",
         "place",
         "remaining",
         "returns",
+        "spans",
         "spared",
         "unit",
     )
@@ -60,6 +62,10 @@ class Visit:
         self.returns = False  #: whether backward may reach an output
         self.endless = False  #: no input needs a gradient, so no hook shows the end of backward
         self.lasting = False  #: the graph has copies of the weights, so backward needs no gather
+        self.spans: list[
+            tuple[int, int]
+        ] = []  #: by call: the number of its first node, and of the first after it
+        self.marked: set[int] = set()  #: numbers of the nodes that have its mark
         self.guests: list[Visit] = []  #: visits of units whose weights this forward read
         self.hosts: list[Visit] = []  #: visits of outer units, where backward may continue
 

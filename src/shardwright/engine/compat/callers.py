@@ -18,6 +18,17 @@ def called_by_compiler() -> bool:
     return caller.startswith(("torch._functorch.", "torch._dynamo.", "torch._subclasses."))
 
 
+def read_by_program(depth: int) -> bool:
+    """Return whether a program reads an attribute of a tensor, and neither the engine nor torch.compile does.
+
+    ``depth``: number of calls between the reader and the caller of this function.
+    """
+    reader = str(sys._getframe(depth + 1).f_globals.get("__name__"))
+    return not reader.startswith(
+        ("shardwright.", "torch._functorch.", "torch._dynamo.", "torch._subclasses.")
+    )
+
+
 def called_by_parameter() -> bool:
     """Return whether ``nn.Parameter(...)`` called. It expects ``detach`` to return the tensor's own class."""
     return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__

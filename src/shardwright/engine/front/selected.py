@@ -22,6 +22,7 @@ from shardwright.engine.compat.autograd import (
     watch_backward,
 )
 from shardwright.engine.compat.modes import NOTHING, is_transformed
+from shardwright.engine.model.kept_tensors import mark_kept
 from shardwright.engine.model.root import Root, roots, running_backward, selecting
 from shardwright.engine.tensors.parameter import STANDS_FOR, Managed, unit_of
 from shardwright.engine.tensors.ragged.numbers import Number, read_number
@@ -45,6 +46,7 @@ def _run(original: Runner, *args: Any, **options: Any) -> Any:
     inner = in_backward()
     with NOTHING if inner else running_backward():
         _average_roots(args[0])
+        mark_kept(args[0])
         if inner and args[4] and not options.get("accumulate_grad"):
             _refuse_inside_backward(args[4])
         try:

@@ -27,7 +27,6 @@ from shardwright.engine.unit.marks import (
     mark_made,
     mark_outputs,
     opaque_or_mutable,
-    refuse_opaque,
 )
 from shardwright.engine.unit.owning import refuse_sharded_stand_ins, settle, settle_now
 from shardwright.engine.unit.unit import Unit
@@ -292,9 +291,8 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
             _refuse_weights(unit, tensors_of_output, module)
         stashed = mark_made(visit, stashed_tensors, frame.entry)
         marked = mark_outputs(visit, output, frame.entry) or stashed
-        if not marked and next_sequence_number() > frame.first_own:
-            refuse_opaque(output, f"unit {unit.name!r} ({type(module).__name__})")
         visit.returns |= marked
+        visit.spans.append((frame.first_own, next_sequence_number()))
         visit.end = root.clock.tick()
         for stay in visit.guests:
             stay.end = visit.end

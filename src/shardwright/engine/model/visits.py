@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from shardwright.engine.base.clock import Clock
 from shardwright.engine.base.visit import Frame, Listener, Visit
 from shardwright.engine.model.order import Order
@@ -16,7 +18,7 @@ class Visits:
         open: visits whose backward runs.
     """
 
-    __slots__ = ("_clock", "_of_call", "_order", "frames", "open")
+    __slots__ = ("_clock", "_made", "_of_call", "_order", "frames", "open")
 
     def __init__(self, clock: Clock, order: Order) -> None:
         self._clock = clock
@@ -24,6 +26,7 @@ class Visits:
         self.frames: list[Frame] = []
         self.open: list[Visit] = []
         self._of_call: dict[int, Visit] = {}  #: by unit
+        self._made: list[weakref.ref[Visit]] = []  #: of forwards
 
     def of(self, unit: Unit, listener: Listener, recomputing: bool) -> Visit:
         """The visit of ``unit`` in this root call. A recomputed call is a separate visit, without a place in the
@@ -34,7 +37,12 @@ class Visits:
         if visit is None:
             visit = Visit(unit, listener, self._order.left, self._clock.tick())
             self._of_call[unit.number] = visit
+            self._made.append(weakref.ref(visit))
         return visit
+
+    def called(self) -> list[Visit]:
+        """The visits of calls whose graphs exist."""
+        return [visit for ref in self._made if (visit := ref()) is not None and visit.spans]
 
     def apart(self, unit: Unit, listener: Listener, ordered: bool) -> Visit:
         """A separate visit for uses of the weights without a call. ``ordered``: it gets a place in the order."""
@@ -83,6 +91,7 @@ class Visits:
     def end_call(self) -> None:
         """End a root call, which has returned or failed. Only the graph holds its visits now."""
         self._of_call = {}
+        self._made = [ref for ref in self._made if ref() is not None]
 
     def forget(self) -> None:
         """Drop all visits after a failed forward or backward."""

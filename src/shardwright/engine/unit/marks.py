@@ -181,6 +181,7 @@ def mark_outputs(visit: Visit, output: Any, entry: int) -> bool:
             find(tensor)
     for node in nodes:
         node.register_prehook(visit.before_backward)
+        visit.marked.add(node._sequence_nr())
     return bool(nodes)
 
 
@@ -307,14 +308,3 @@ class _Opaque:
 _NO_CONTAINER = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device})
 _LONGEST = 1000  #: longer containers are tables, not losses; a search in each forward would be slow
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"_shardwright_unit", *SHARDED_MARKS}
-
-
-def refuse_opaque(output: Any, where: str) -> None:
-    """Raise if ``output`` has no tensor with a graph, but has an object that may hide one."""
-    for item in opaque_objects(output):
-        if type(item).__module__ == "numpy" or any(True for _ in hidden_tensors(item)):
-            continue  # numbers, or tensors without a graph
-        raise TypeError(
-            f"The output of {where} must be tensors, in tuples, lists, dicts or dataclasses, so that the engine "
-            f"can follow backward; found a {type(item).__name__}. Return its tensors, or make it a dataclass."
-        )

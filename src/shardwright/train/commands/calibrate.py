@@ -85,8 +85,8 @@ def _named(out: Path) -> str:
 
 
 def default_place(kind: Kind, system: str | None = None) -> Path:
-    """A file with the name of the device, or of the imported system, in the working folder, where the user sees it and
-    names it as ``./NAME.toml``."""
+    """Return a file with the name of the device, or of the imported system, in the working folder, where the user sees
+    it and names it as ``./NAME.toml``."""
     return Path(re.sub(r"[^a-z0-9]+", "-", (system or _name(kind)).lower()).strip("-") + ".toml")
 
 
@@ -115,7 +115,7 @@ def _name(kind: Kind) -> str:
 
 
 def _values(device: Summary, kind: Kind) -> dict[str, Any]:
-    """The tables of a device file."""
+    """Return the tables of a device file."""
     figures = device.figures
     nbytes = (
         torch.cuda.get_device_properties(0).total_memory

@@ -52,7 +52,7 @@ class ComparedRun:
         return {step["step"]: step["loss"] for step in self.steps}
 
     def described(self, key: str) -> str:
-        """A value of its sessions. If a resume changed it, all values in order."""
+        """Return a value of its sessions. If a resume changed it, all values in order."""
         return ", then ".join(dict.fromkeys(str(session[key]) for session in self.record["sessions"]))
 
     @property
@@ -117,7 +117,7 @@ ELSEWHERE = {
 
 
 def split_settings(runs: Sequence[ComparedRun]) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """The main settings that are equal in all runs, and for each run the settings that differ."""
+    """Return the main settings that are equal in all runs, and for each run the settings that differ."""
     settings = [run.settings for run in runs]
     differ = [key for key in settings[0] if len({each[key] for each in settings}) > 1]
     common = {key: settings[0][key] for key in MAIN if key not in differ}
@@ -242,7 +242,7 @@ def compare(runs: list[Path], out: Path | None) -> int:
 
 
 def figures_of(run: ComparedRun, first: ComparedRun) -> dict[str, Any]:
-    """The row of a run in compare.json, with plain names and units."""
+    """Return the row of a run in compare.json, with plain names and units."""
     results, reference = (plots.results(each.steps, each.record["sessions"]) for each in (run, first))
     ended = run.record.get("results", {})
     distance = None if run is first else agreement(first, run)
@@ -284,7 +284,7 @@ def pairs_of(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
 
 
 def names_of(runs: Sequence[ComparedRun]) -> list[str]:
-    """The last part of each run's path, or as many parts as are needed to make the names different."""
+    """Return the last part of each run's path, or as many parts as are needed to make the names different."""
     parts = [run.folder.path.parts for run in runs]
     depth = next(
         (n for n in range(1, max(map(len, parts)) + 1) if len({p[-n:] for p in parts}) == len(set(parts))), 1
@@ -298,7 +298,7 @@ def names_of(runs: Sequence[ComparedRun]) -> list[str]:
 def settings_of_runs(
     names: Sequence[str], settings: Sequence[Mapping[str, str]], console: Console
 ) -> RenderableType:
-    """The settings that differ: as a table, or as lines if the table is too wide for the console."""
+    """Return the settings that differ: as a table, or as lines if the table is too wide for the console."""
     table = settings_table(names, settings)
     natural = Measurement.get(console, console.options.update(max_width=WIDE), table).maximum
     if natural <= console.width:
@@ -311,7 +311,7 @@ def settings_of_runs(
 
 
 def _table(title: str, *columns: str, min_width: int | None = 12, **options: Any) -> Table:
-    """An empty table with columns for names of runs, by default one."""
+    """Return an empty table with columns for names of runs, by default one."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, **options)
     for column in columns or ("run",):
         table.add_column(column, overflow="fold", min_width=min_width)
@@ -319,7 +319,7 @@ def _table(title: str, *columns: str, min_width: int | None = 12, **options: Any
 
 
 def settings_table(names: Sequence[str], settings: Sequence[Mapping[str, str]]) -> Table:
-    """The settings that differ: a column for each main setting, and one column for all others."""
+    """Return the settings that differ: a column for each main setting, and one column for all others."""
     table = _table("Settings that differ")
     columns = [key for key in MAIN if key in settings[0]]
     others = [key for key in settings[0] if key not in MAIN]
@@ -360,7 +360,7 @@ def table_of(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Tabl
 
 
 def explanation(runs: Sequence[ComparedRun]) -> str:
-    """The meaning of each column of the results."""
+    """Return the meaning of each column of the results."""
     lines = [
         "max diff    largest |loss - loss of the first run| / loss of the first run",
         f"tok/s       tokens per second of all ranks together, median without the first {plots.WARM_UP} steps",
@@ -378,7 +378,7 @@ def explanation(runs: Sequence[ComparedRun]) -> str:
 
 
 def memory_table(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Table:
-    """The memory of each run, on the rank with most of it."""
+    """Return the memory of each run, on the rank with most of it."""
     table = _table("Memory", padding=(0, 1, 0, 0))
     for name in ("held\nMiB", "leased\nMiB", "peak\nGiB"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -393,7 +393,7 @@ def memory_table(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> 
 
 
 def memory_explanation(runs: Sequence[ComparedRun], figures: Sequence[Mapping[str, Any]]) -> str:
-    """The meaning of each column of the memory."""
+    """Return the meaning of each column of the memory."""
     devices = {session["device"] for run in runs for session in run.record["sessions"]}
     words_of_device = {"cuda": "held by torch's allocator", "cpu": "of the whole process, with its libraries"}
     peak = " or, on a GPU, ".join(words_of_device.get(device, "held") for device in sorted(devices))
@@ -418,14 +418,14 @@ BY_DEVICE = plots.MemoryPanel(
 
 
 def in_words(difference: float | None, step: int | None) -> tuple[str, str]:
-    """The largest difference and its step, for a table."""
+    """Return the largest difference and its step, for a table."""
     if difference is None:
         return "-", "-"
     return (f"{difference:.1e}", str(step)) if difference else ("equal", "-")
 
 
 def pair_table(names: Sequence[str], pairs: Sequence[Mapping[str, Any]]) -> Table:
-    """A table of `pairs`, which have the order of `pairs_of`: each run with all later runs."""
+    """Return a table of `pairs`, which have the order of `pairs_of`: each run with all later runs."""
     table = _table("Largest relative difference of the loss, by pairs", "first", "second", min_width=None)
     for name in ("max diff", "at step", "steps"):
         table.add_column(name, justify="right", no_wrap=True)

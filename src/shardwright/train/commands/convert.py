@@ -27,7 +27,7 @@ class RunNames:
 
 
 def names_of_run(checkpoint: Path) -> RunNames | None:
-    """The names for a checkpoint of a run. None if no run has saved it.
+    """Return the names for a checkpoint of a run. None if no run has saved it.
 
     Raises:
         UserError: the configuration of the run cannot be read.

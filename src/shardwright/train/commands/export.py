@@ -18,25 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint import (
-    KeyMap,
-    ModelTensor,
-    StoredModel,
     bytes_of,
     open_stored,
-    stored_model,
-    tensors_of,
+    stored_model_of,
     write_json,
     write_stored_model,
 )
-from shardwright.train.config import Config
 from shardwright.train.config.shapes.presets import Shape
+from shardwright.train.config.values import BuildSettings
 from shardwright.train.data.dataset import read_template
 from shardwright.train.data.tokens import byte_tokenizer
 from shardwright.train.data.tokens.tokenizers import CONFIG, FILE, Tokenizer, open_tokenizer
 from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.finetune import adapters
 from shardwright.train.finetune.base import base_of, check_same_base
-from shardwright.train.finetune.finetuning import peft_names, source_of
+from shardwright.train.finetune.finetuning import peft_names
 from shardwright.train.finetune.peft_files import WEIGHTS_FILE, write_adapters
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of
@@ -113,7 +109,7 @@ def export(
     _check_new(folder)
     source = RunFolder(run)
     record, config = source.record(), source.config()
-    name = recorded_tokenizer(record, config)
+    name = recorded_tokenizer(record, config.data)
     template = read_template(config.data, ", which the run was trained with", "restore the file")
     tokenizer = open_tokenizer(name)
     check_same_tokenizer(source, name, tokenizer.fingerprint)
@@ -121,32 +117,34 @@ def export(
     check_vocabulary(tokenizer.vocab_size, shape.vocab_size)
     named = offers_of(shape).key_map is not None
     values = hugging_face.config_json(shape) if named else None
-    generation = generation_settings(config, tokenizer, say) if named else None
+    generation = generation_settings(config.model, tokenizer, say) if named else None
     merges = config.finetune.has_base
-    model = _with_base(config) if merges else _without_values(shape)
+    model = _with_base(config.for_building) if merges else _without_values(shape)
     if not merges and any(not parameter.requires_grad for parameter in model.parameters()):
-        model = _with_base(config)
+        model = _with_base(config.for_building)
     key_map = hugging_face.key_map(shape) if named else module_names(model)
     shapes = loading.shapes_of(model)
 
     def write(position: Position, read: Read) -> Exported:
         if merges:
-            _read_adapters(model, config, source, read)
-        stored = _stored(model, key_map, chosen)
-        layers = {f"{name}.weight": layer for name, layer in adapters.adapted_layers(model)}
+            _read_adapters(model, config.for_building, source, read)
+        with as_user_errors(ValueError, prefix="export: "):
+            stored = stored_model_of(
+                model, key_map, chosen, with_values=False, keeps=lambda name: not adapters.is_adapter(name)
+            )
+        layers = {id(layer.weight): layer for _, layer in adapters.adapted_layers(model)}
 
-        def read_group(group: list[ModelTensor]) -> dict[str, Tensor]:
+        def read_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             if merges:
-                return {entry.name: _folded(entry, layers, chosen) for entry in group}
-            tensors = {
-                entry.name: torch.empty_like(entry.tensor, device="cpu")
-                for entry in group
-                if entry.name in shapes
+                return {name: _folded(tensor, layers, chosen) for name, tensor in tensors.items()}
+            saved = {
+                name: torch.empty_like(tensor, device="cpu")
+                for name, tensor in tensors.items()
+                if name in shapes
             }
-            if tensors:
-                read(tensors)
-            frozen = {entry.name: entry.tensor.detach() for entry in group if entry.name not in shapes}
-            return {**tensors, **frozen}
+            if saved:
+                read(saved)
+            return {name: tensor.detach() for name, tensor in tensors.items()} | saved
 
         def add_files(partial: Path) -> None:
             if generation is not None:
@@ -156,17 +154,19 @@ def export(
                 (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
 
         settings = (
-            None if values is None else {**with_ids(values, config, tokenizer), "dtype": stored.main_dtype()}
+            None
+            if values is None
+            else {**with_ids(values, config.model, tokenizer), "dtype": stored.main_dtype()}
         )
         write_stored_model(
-            folder, stored, read_group, max_shard_size=max_shard_size, config=settings, add_files=add_files
+            folder, stored, read_tensors, max_shard_size=max_shard_size, config=settings, add_files=add_files
         )
         nbytes = stored.total_bytes
         reader = _reader_of(model, folder) if values is None else _reader_by_type(values["model_type"])
         return Exported(folder, position.step, len(stored.keys), nbytes, reader)
 
     try:
-        return loading.with_weights(checkpoints_of(source, config), step, shapes, write, say)
+        return loading.with_weights(checkpoints_of(source, config.checkpoint), step, shapes, write, say)
     except OSError as error:
         raise UserError(unwritable(folder, error)) from error
 
@@ -198,19 +198,24 @@ def export_adapters(
             "--adapters to export the whole model"
         )
     shape = config.model.shape()
-    model = _with_base(config)
+    settings = config.for_building
+    model = _with_base(settings)
     base = str(config.model.path) if getattr(shape, "weights", None) == "pretrained" else ""
     task = None if offers_of(shape).key_map is None else "CAUSAL_LM"
 
     def write(position: Position, read: Read) -> Exported:
-        _read_adapters(model, config, source, read)
-        names = peft_names(model, config)
+        _read_adapters(model, settings, source, read)
+        names = peft_names(model, shape)
         write_adapters(model, folder, config.finetune, key_map=names, base=base, task=task, dtype=chosen)
         stored = open_stored(folder / WEIGHTS_FILE).values()
         nbytes = sum(each.shape.numel() * each.dtype.itemsize for each in stored)
-        return Exported(folder, position.step, len(stored), nbytes, _reader_of_adapters(config, base, folder))
+        return Exported(
+            folder, position.step, len(stored), nbytes, _reader_of_adapters(settings, base, folder)
+        )
 
-    return loading.with_weights(checkpoints_of(source, config), step, loading.shapes_of(model), write, say)
+    return loading.with_weights(
+        checkpoints_of(source, config.checkpoint), step, loading.shapes_of(model), write, say
+    )
 
 
 def _dtype_named(name: str | None) -> torch.dtype | None:
@@ -229,38 +234,33 @@ def _without_values(shape: Shape) -> nn.Module:
         return model_of(shape)
 
 
-def _with_base(config: Config) -> nn.Module:
-    """The model with its frozen parameters, which no checkpoint holds, and with the run's adapters before training."""
-    torch.manual_seed(config.run.seed)
-    model = model_of(config.model.shape())
+def _with_base(settings: BuildSettings) -> nn.Module:
+    """Return the model with its frozen parameters, which no checkpoint holds, and with the run's adapters before
+    training."""
+    torch.manual_seed(settings.seed)
+    model = model_of(settings.model.shape())
     model.read_weights()
-    adapters.adapt(model, config.finetune, config.run.seed)
+    adapters.adapt(model, settings.finetune, settings.seed)
     return model
 
 
-def _read_adapters(model: nn.Module, config: Config, source: RunFolder, read: Read) -> None:
+def _read_adapters(model: nn.Module, settings: BuildSettings, source: RunFolder, read: Read) -> None:
     """Give a model the trained values of a checkpoint. Raises UserError if its base is not that of the run."""
     shapes = loading.shapes_of(model)
     values = {name: tensor for name, tensor in model.state_dict().items() if name in shapes}
     read(values)
     model.load_state_dict(values, strict=False)
-    check_same_base(source.base_file, base_of(model, source_of(config)))
+    check_same_base(source.base_file, base_of(model, settings.source))
 
 
-def _folded(entry: ModelTensor, layers: Mapping[str, adapters.Adapter], dtype: torch.dtype | None) -> Tensor:
+def _folded(tensor: Tensor, layers: Mapping[int, adapters.Adapter], dtype: torch.dtype | None) -> Tensor:
     """Return a tensor of the model, with the adapter of its layer folded in.
 
     Such a weight is rounded to the dtype of the export at once: rounded to that of a narrower base before, it would
-    lose a part of what the adapters have learnt. `layers`: by the names of their weights.
+    lose a part of what the adapters have learnt. `layers`: by the identity of their weights.
     """
-    layer = next((layers[name] for name in entry.names if name in layers), None)
-    return entry.tensor.detach() if layer is None else layer.merged(dtype)
-
-
-def _stored(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredModel:
-    with as_user_errors(ValueError, prefix="export: "):
-        tensors = [entry for entry in tensors_of(model) if not adapters.is_adapter(entry.name)]
-        return stored_model(tensors, key_map, dtype, with_values=False)
+    layer = layers.get(id(tensor))
+    return tensor.detach() if layer is None else layer.merged(dtype)
 
 
 def _reader_by_type(model_type: str) -> str:
@@ -269,16 +269,15 @@ def _reader_by_type(model_type: str) -> str:
     return "transformers.AutoModelForCausalLM.from_pretrained reads it"
 
 
-def reader_by_kind(config: Config) -> str | None:
-    """The model_type in the config.json of an export. None: the kind of the model has no config.json."""
-    shape = config.model.shape()
+def reader_by_kind(shape: Shape) -> str | None:
+    """Return the model_type in the config.json of an export, or None if the kind of the model has no config.json."""
     if offers_of(shape).key_map is None:
         return None
     return str(hugging_face.config_json(shape)["model_type"])
 
 
 def _reader_of(model: nn.Module, folder: Path) -> str:
-    """The call that loads safetensors with the names of a module.
+    """Return the call that loads safetensors with the names of a module.
 
     torch's ``load_state_dict`` reports the further names of tied weights as missing, so it is not for these.
     """
@@ -290,18 +289,18 @@ def _reader_of(model: nn.Module, folder: Path) -> str:
     return f"with the names of your module, and the tokenizer; load the weights with {load}"
 
 
-def _reader_of_adapters(config: Config, base: str, folder: Path) -> str:
+def _reader_of_adapters(settings: BuildSettings, base: str, folder: Path) -> str:
     if base:
         read = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
         return f"{read} reads these adapters and their base {base}"
     return (
         f"peft.PeftModel.from_pretrained(base, {str(folder)!r}) reads these adapters; no folder has their base, which "
-        f"is drawn from {source_of(config)}"
+        f"is drawn from {settings.source}"
     )
 
 
 def in_words(exported: Exported) -> str:
-    """The line that the command prints."""
+    """Return the line that the command prints."""
     size = f"{exported.tensors} tensors, {exported.nbytes / 1e6:.1f} MB"
     return f"{exported.folder}: step {exported.step}, {size}; {exported.reader}"
 
@@ -335,7 +334,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, longest: int, template: 
 
 
 def tokenizer_config(tokenizer: Tokenizer, template: str | None = None) -> dict[str, Any]:
-    """The content of tokenizer_config.json for a tokenizer.json without one.
+    """Return the content of tokenizer_config.json for a tokenizer.json without one.
 
     Without it transformers takes the class of tokenizer that the model type has, and no tokens that begin and end a
     text. A name that the chat template uses stays without a text, as it was in training.

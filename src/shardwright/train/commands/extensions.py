@@ -34,7 +34,7 @@ REGISTRIES: dict[str, tuple[Registry[Any], str]] = {
 
 
 def listing(names: Sequence[str], width: int) -> str:
-    """The values of these registries or at these import paths; without names all registered values.
+    """Return the values of these registries or at these import paths; without names all registered values.
 
     Raises UserError for a name that is neither.
     """
@@ -54,7 +54,7 @@ def listing(names: Sequence[str], width: int) -> str:
 
 
 def _registry_at(path: str) -> tuple[Registry[Any], str]:
-    """The registry whose kind of value is at an import path."""
+    """Return the registry whose kind of value is at an import path."""
     problems = {}
     for name, (registry, key) in REGISTRIES.items():
         try:
@@ -88,7 +88,7 @@ def _lines_of(registry: Registry[Any], names: Sequence[str], width: int) -> Iter
 
 
 def _options_of(value: Any) -> Iterator[str]:
-    """Lines that list a value's options or keys, with the defaults."""
+    """Yield lines that list a value's options or keys, with the defaults."""
     if isinstance(value, NamedOptimizer) and value.options:
         options = ", ".join(f"{key} = {toml_value(default)}" for key, default in value.options.items())
         yield f"Options, keys of [optimizer.options]: {options}"

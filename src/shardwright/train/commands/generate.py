@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 
-from shardwright.train.config import Config
+from shardwright.train.config import DataConfig
 from shardwright.train.data.dataset import template_of
 from shardwright.train.data.tokens.chat import prompt_ids, prompt_of
 from shardwright.train.data.tokens.tokenizers import Tokenizer, open_tokenizer
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt, merge
 from shardwright.train.finetune.base import base_of, check_same_base
-from shardwright.train.finetune.finetuning import source_of
 from shardwright.train.models.build import build_model
 from shardwright.train.models.sampling import sample
 from shardwright.train.report.progress import to_stderr
@@ -25,9 +24,9 @@ from shardwright.train.run.same_job import check_same_tokenizer, recorded_tokeni
 from shardwright.train.step import loading
 
 
-def texts_begin(config: Config, tokenizer: Tokenizer) -> bool:
-    """Whether texts of the run begin with the tokenizer's begin token. Conversations begin as their template does."""
-    data = config.data
+def texts_begin(data: DataConfig, tokenizer: Tokenizer) -> bool:
+    """Return whether texts of the run begin with the tokenizer's begin token. Conversations begin as their template
+    does."""
     if tokenizer.begin is None or {each.kind for each in data.training} != {"conversations"}:
         return tokenizer.begin is not None
     template = template_of(data, tokenizer)
@@ -44,9 +43,9 @@ def generate(
     chat: bool = False,
     step: int | None = None,
 ) -> str:
-    """The prompt and the text that the run's checkpoint of a step, or its newest whole one, puts after it. With `chat`
-    the prompt is a message of the user, the run's chat template makes the text of it that the model continues, and only
-    the reply is returned.
+    """Return the prompt and the text that the run's checkpoint of a step, or its newest whole one, puts after it. With
+    `chat` the prompt is a message of the user, the run's chat template makes the text of it that the model continues,
+    and only the reply is returned.
 
     This text has at most `tokens` tokens, and ends before the first token that ends a document for the tokenizer or its
     generation_config.json. An empty prompt asks for a document from its beginning.
@@ -61,7 +60,7 @@ def generate(
         raise UserError("--prompt: expected UTF-8 text, found other bytes")
     folder = RunFolder(run)
     record, config = folder.record(), folder.config()
-    name = recorded_tokenizer(record, config)
+    name = recorded_tokenizer(record, config.data)
     tokenizer = open_tokenizer(name)
     check_same_tokenizer(folder, name, tokenizer.fingerprint)
     if chat:
@@ -73,7 +72,7 @@ def generate(
             )
         ids = prompt_of(prompt, template, tokenizer, config.data.spelled)
     else:
-        ids = prompt_ids(tokenizer, prompt, config.data.spelled, texts_begin(config, tokenizer))
+        ids = prompt_ids(tokenizer, prompt, config.data.spelled, texts_begin(config.data, tokenizer))
     if not ids:
         raise UserError(
             f"--prompt: expected a text of at least one token, found none in {prompt!r}; data.tokenizer = "
@@ -85,9 +84,9 @@ def generate(
     if config.finetune.has_base:
         model.read_weights()  # of the frozen base, which the checkpoint does not hold
     adapt(model, config.finetune, config.run.seed)
-    loading.load_newest_weights(checkpoints_of(folder, config), model, say=to_stderr, step=step)
+    loading.load_newest_weights(checkpoints_of(folder, config.checkpoint), model, say=to_stderr, step=step)
     if config.finetune.has_base:
-        check_same_base(folder.base_file, base_of(model, source_of(config)))
+        check_same_base(folder.base_file, base_of(model, config.for_building.source))
         merge(model.float())  # a narrower base would round what the adapters have learnt
     new_tokens = sample(
         model.to(device), torch.tensor(ids, dtype=torch.int64), count=tokens, temperature=temperature, top_k=top_k,

@@ -64,7 +64,7 @@ def inspect(
     run = RunFolder(path)
     checkpoints = run.checkpoints
     if run.exists() and not checkpoints.is_dir():
-        return _inspect_run(path, checkpoints_of(run, run.config()), quick, tensors, show, say)
+        return _inspect_run(path, checkpoints_of(run, run.config().checkpoint), quick, tensors, show, say)
     steps = saved_steps(checkpoints) or saved_steps(path)
     if has_description(path) or not (checkpoints.is_dir() or steps):
         return _inspect_one(path, quick, tensors, show, say)
@@ -74,7 +74,8 @@ def inspect(
 def _inspect_run(
     path: FolderOrUrl, checkpoints: FolderOrUrl, quick: bool, tensors: bool, show: Say, say: Say
 ) -> str | None:
-    """A line for each checkpoint of a run, and the content of the newest whole one, else of the newest readable one.
+    """Return a line for each checkpoint of a run, and the content of the newest whole one, else of the newest readable
+    one.
 
     A checkpoint that this process cannot examine, as one of a later version, hides no other. Its UserError is raised at
     the end, unless one is damaged.
@@ -138,8 +139,8 @@ def _inspect_one(place: FolderOrUrl, quick: bool, tensors: bool, show: Say, say:
 
 
 def _opened(place: FolderOrUrl, missing: type[Exception] = UserError) -> RunCheckpoint:
-    """A checkpoint by any of the writers. Its position is -1 if no run has saved it. `missing`: the error if the place
-    has none."""
+    """Return a checkpoint by any of the writers. Its position is -1 if no run has saved it. `missing`: the error if the
+    place has none."""
     try:
         checkpoint = open_checkpoint(place)
     except UnknownVersion as error:
@@ -229,7 +230,7 @@ def _lines(stored: RunCheckpoint, all_tensors: bool) -> Iterator[str]:
 
 
 def _lines_of_values(stored: RunCheckpoint) -> Iterator[str]:
-    """Values that are no tensors, and whose random generators there are."""
+    """Yield values that are no tensors, and whose random generators there are."""
     values = stored.checkpoint.values
     if stored.checkpoint.ranks is None:
         if values:

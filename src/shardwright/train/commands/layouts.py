@@ -18,7 +18,8 @@ from torch import nn
 
 from shardwright.engine.extend import layouts
 from shardwright.engine.layout import Ragged, plan
-from shardwright.train.config import Config
+from shardwright.train.config import ModelConfig, ParallelConfig
+from shardwright.train.config.axes import AXES
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import model_of
 from shardwright.train.models.language_model import LanguageModel
@@ -47,7 +48,8 @@ class UnitShapes:
 
 
 def units_of(model: LanguageModel) -> list[UnitShapes]:
-    """The units into which `train.parallel` cuts the model, in the order in which they run; none without parameters."""
+    """Return the units into which `train.parallel` cuts the model, in the order in which they run; none without
+    parameters."""
     names = {module: name for name, module in model.named_modules()}
     alone = [*lookups_of(model), *model.blocks()]
     together: list[list[nn.Module]] = [*([module] for module in alone), model.head()]
@@ -75,18 +77,18 @@ def alike(units: Sequence[UnitShapes]) -> Iterator[tuple[str, UnitShapes]]:
             yield first.name, first
 
 
-def layout(config: Config, world_sizes: Sequence[int]) -> int:
+def layout(model_settings: ModelConfig, parallel: ParallelConfig, world_sizes: Sequence[int]) -> int:
     """Print a table for each unit of the configured model, with a row for each number of ranks and layout; return 0."""
-    for key in ("tensor", "expert", "context"):
-        value = config.value_at(f"parallel.{key}")
+    for axis in AXES:
+        value = getattr(parallel, axis.name)
         if value > 1:
             raise UserError(
-                f"parallel.{key}: expected 1, since the tables show layouts of whole layers, found {value}; pass "
-                f"--parallel.{key} 1"
+                f"{axis.key}: expected 1, since the tables show layouts of whole layers, found {value}; pass "
+                f"--{axis.key} 1"
             )
     with torch.device("meta"):
-        model = model_of(config.model.shape())
-    compute = getattr(torch, config.parallel.param_dtype)
+        model = model_of(model_settings.shape())
+    compute = getattr(torch, parallel.param_dtype)
     console = Console()
     with console.capture() as printed:
         for name, unit in alike(units_of(model)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from types import ModuleType
 from typing import NoReturn
 
@@ -56,9 +57,11 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     with run.lock, ExitStack() as stack:
         try:
             if run.resumes and run.attempt == 1:
-                check_steps(config, run.folder)
+                check_steps(config.train, config.checkpoint, run.folder)
             _stay_local()
-            planned = forecast(config, run.folder, ranks, choose_device(config)) if run.attempt == 1 else None
+            planned = (
+                forecast(config, run.folder, ranks, choose_device(config.run)) if run.attempt == 1 else None
+            )
             if planned is not None:
                 stack.callback(planned.stop)
                 planned.check()
@@ -70,7 +73,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
             if resume == CONTINUE and run.resumes:
                 arguments += ["--resume", str(run.folder.path)]
             attempt = Attempt(run.attempt, ranks, tuple(arguments))
-            return launch_until_done(config, run.folder, attempt, _can_run)
+            return launch_until_done(config.fault, run.folder, attempt, partial(_can_run, config))
         except BaseException as error:
             for line in note_out_of_memory(run.folder) if is_out_of_memory(error) else ():
                 print(line, file=sys.stderr, flush=True)
@@ -81,12 +84,12 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
 
 
 def _checked_ranks(config: Config, nproc: int | None, resume: str | None) -> int:
-    """The number of ranks, with which this machine can run the job. Raises UserError."""
+    """Return the number of ranks, with which this machine can run the job. Raises UserError."""
     ranks = _number_of_ranks(config, nproc)
     START.doing("checking the configuration")
     check_ranks(config, ranks, resume is not None)
-    check_least_ranks(config, ranks)
-    check_device(config, choose_device(config))
+    check_least_ranks(config.fault, ranks)
+    check_device(config.train, choose_device(config.run))
     return ranks
 
 
@@ -99,13 +102,13 @@ def _check_files(config: Config) -> None:
 
 
 def _with_packages(config: Config) -> Config:
-    """The configuration. Raises UserError if a package of a sink is missing, or tasks cannot be evaluated."""
+    """Return the configuration. Raises UserError if a package of a sink is missing, or tasks cannot be evaluated."""
     check_packages(config.log.sinks)
     if config.validation.tasks:
         # Its imports take seconds.
         from shardwright.train.commands.hugging_face.evaluate import check_job
 
-        check_job(config)
+        check_job(config.validation, config.data, config.model.shape())
     return config
 
 
@@ -123,7 +126,7 @@ def refuse_config(error: UserError, resume: str | None, debug: bool) -> int:
 
 
 def _rank() -> ModuleType:
-    """The module with the work of a rank. Its import takes seconds, so the launcher does not import it."""
+    """Return the module with the work of a rank. Its import takes seconds, so the launcher does not import it."""
 
     from shardwright.train.rank import process
 
@@ -131,7 +134,7 @@ def _rank() -> ModuleType:
 
 
 def _number_of_ranks(config: Config, nproc: int | None) -> int:
-    gpus = torch.cuda.device_count() if choose_device(config) == "cuda" else 0
+    gpus = torch.cuda.device_count() if choose_device(config.run) == "cuda" else 0
     if nproc is not None:
         if gpus and nproc > gpus:
             raise UserError(f"--nproc: expected at most {gpus}, the GPUs of this machine, found {nproc}")
@@ -153,7 +156,7 @@ def _can_run(config: Config, ranks: int) -> bool:
 
 
 def without_nproc(argv: list[str]) -> list[str]:
-    """The command line for a rank, which must not launch again."""
+    """Return the command line for a rank, which must not launch again."""
     remaining_arguments, skip = [], False
     for argument in argv:
         if skip:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardwright.train.config.sections.data import DataConfig
     from shardwright.train.config.sections.fault import FaultConfig
     from shardwright.train.config.sections.finetune import FinetuneConfig
-    from shardwright.train.config.sections.log import LogConfig
+    from shardwright.train.config.sections.log import LogConfig, ProfileConfig
     from shardwright.train.config.sections.model import ModelConfig, RopeScalingConfig
     from shardwright.train.config.sections.optimizer import OptimizerConfig
     from shardwright.train.config.sections.parallel import ParallelConfig

@@ -49,7 +49,7 @@ def keys() -> Iterator[ConfigKey]:
 
 
 def _keys_of_added_kinds() -> Iterator[ConfigKey]:
-    """Keys of `[model]` that only kinds have which are not built in."""
+    """Yield the keys of `[model]` that only kinds have which are not built in."""
     seen = set(ModelConfig.model_fields)
     for name in kinds.names():
         try:
@@ -64,7 +64,7 @@ def _keys_of_added_kinds() -> Iterator[ConfigKey]:
 
 
 def section_summary(name: str) -> str:
-    """The first paragraph about the section of that name, in one line."""
+    """Return the first paragraph about the section of that name, in one line."""
     table = table_of(Config.model_fields[name].annotation)
     return " ".join((table.__doc__ or "").partition("\n\n")[0].split()) if table else ""
 
@@ -91,14 +91,14 @@ def _keys_of(table: type[Section] | None, prefix: str) -> Iterator[ConfigKey]:
 
 
 def _of_none(path: str) -> str:
-    """The default, in words, of a key without one: a preset has the numbers of a model alone."""
+    """Return the default, in words, of a key without one: a preset has the numbers of a model alone."""
     section, _, name = path.partition(".")
     in_presets = section == "model" and any(kind.presets and name in kind.numbers for kind in kinds.known())
     return "the preset's" if in_presets else "none"
 
 
 def table_of(annotation: Any) -> type[Section] | None:
-    """The model behind an annotation that stands for a table, `None` for a plain value."""
+    """Return the model behind an annotation that stands for a table, `None` for a plain value."""
     if get_origin(annotation) is tuple:
         return None
     for choice in get_args(annotation) or (annotation,):
@@ -108,12 +108,12 @@ def table_of(annotation: Any) -> type[Section] | None:
 
 
 def row_of(annotation: Any) -> type[Section] | None:
-    """The model of each table in a list of tables, `None` for any other value."""
+    """Return the model of each table in a list of tables, `None` for any other value."""
     return table_of(get_args(annotation)[0]) if get_origin(annotation) is tuple else None
 
 
 def field_at(path: Sequence[str | int]) -> FieldInfo | None:
-    """The field that a path of names leads to, or `None` where there is no such key."""
+    """Return the field that a path of names leads to, or `None` where there is no such key."""
     table: type[Section] | None = Config
     info = None
     for name in path:
@@ -212,7 +212,7 @@ OTHER_NAMES = {
 
 
 def nearest_key(path: str) -> str | None:
-    """The valid key most like `path`: one of the same section, else one of the same name elsewhere.
+    """Return the valid key most like `path`: one of the same section, else one of the same name elsewhere.
 
     A table of a list keeps its number: data.sources.0.weight.
     """

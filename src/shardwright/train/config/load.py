@@ -33,10 +33,10 @@ from shardwright.train.errors import UserError, did_you_mean, listed
 def load_config(
     path: Path, overrides: Sequence[tuple[str, str]] = (), *, ranks: int = 1, resumes: bool = False
 ) -> Config:
-    """The configuration in the TOML file at `path`, with `(section.key, text)` overrides on top.
+    """Return the configuration in the TOML file at `path`, with `(section.key, text)` overrides on top.
 
-    It must fit a job of so many `ranks`, which continues a run if it `resumes`; a message advises values for that. The
-    text of an override is read as a TOML value; bare words are strings. Raises UserError, one line, for a
+    It must fit a job of this number of `ranks`, which continues a run if it `resumes`; a message advises values for
+    that. The text of an override is read as a TOML value; bare words are strings. Raises UserError, one line, for a
     file that cannot be read, an unknown key, a wrong type, a value out of range or values that do not fit.
     """
     return checked_config(_read_toml(path), path, overrides, ranks=ranks, resumes=resumes)
@@ -50,8 +50,8 @@ def checked_config(
     ranks: int = 1,
     resumes: bool = False,
 ) -> Config:
-    """The configuration of tables of `values`, which change. `path`: the place where they are from. Other arguments and
-    errors as for :func:`load_config`."""
+    """Return the configuration of tables of `values`, which change. `path`: the place where they are from. Other
+    arguments and errors as for :func:`load_config`."""
     for key, text in sorted(
         overrides, key=lambda pair: pair[0] != "model.kind"
     ):  # it says which keys there are
@@ -66,7 +66,7 @@ def checked_config(
 def stored_config(
     run: Path, overrides: Sequence[tuple[str, str]] = (), *, ranks: int = 1, resumes: bool = False
 ) -> Config:
-    """The configuration that a run was last started with. Arguments and errors as for :func:`load_config`.
+    """Return the configuration that a run was last started with. Arguments and errors as for :func:`load_config`.
 
     A run keeps the names and import paths of registered values and not their files, so these may be missing here: the
     error names all of them.
@@ -110,14 +110,14 @@ def _special_tokens_of(values: Mapping[str, Any]) -> str:
 
 
 def with_special_tokens(config: Config, value: str | None) -> Config:
-    """The configuration with this `data.special_tokens`, unless it has one."""
+    """Return the configuration with this `data.special_tokens`, unless it has one."""
     if config.data.special_tokens is not None:
         return config
     return config.model_copy(update={"data": config.data.model_copy(update={"special_tokens": value})})
 
 
 def _registered(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Registry[Any]]]:
-    """Keys whose values are names of a registry, with name and registry. A list has several."""
+    """Yield the keys whose values are names of a registry, with name and registry. A list has several."""
     for section, info in Config.model_fields.items():
         table, section_values = table_of(info.annotation), values.get(section)
         if table is None or not isinstance(section_values, dict):
@@ -131,7 +131,7 @@ def _registered(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Registry[
 
 
 def _problem(registry: Registry[Any], name: str) -> str | None:
-    """The reason why a name cannot be found."""
+    """Return the reason why a name cannot be found."""
     try:
         registry.get(name)
     except ValueError as error:
@@ -163,7 +163,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _toml_mistake(error: tomllib.TOMLDecodeError, text: str) -> str:
-    """The error of TOML in words, with the key if the file has it twice."""
+    """Return the error of TOML in words, with the key if the file has it twice."""
     place = re.fullmatch(
         r"Cannot overwrite a value \(at (?:line (\d+), column \d+|end of document)\)", str(error)
     )
@@ -230,8 +230,8 @@ _TABLES = (("optimizer", "options"), ("model", "arguments"), ("train", "loss_arg
 
 
 def _own_type(values: dict[str, Any], key: str) -> Any:
-    """The type of a key that only the configured kind of model has, of an optimizer's option or of an argument of the
-    user's function; None for others."""
+    """Return the type of a key that only the configured kind of model has, of an optimizer's option or of an argument
+    of the user's function; None for others."""
     section, _, name = key.partition(".")
     if (section, name.partition(".")[0]) in _TABLES:
         return object

@@ -33,7 +33,7 @@ from shardwright.train.errors import did_you_mean
 
 
 def in_one_line(error: ValidationError, path: Path | str, overridden: Collection[str] = ()) -> str:
-    """The first mistake, and the keys of the others.
+    """Return the first mistake, and the keys of the others.
 
     Args:
         error: of pydantic, for a :class:`Config`.
@@ -66,7 +66,7 @@ def in_one_line(error: ValidationError, path: Path | str, overridden: Collection
 
 
 def _explain(detail: ErrorDetails) -> tuple[str, str]:
-    """The key an error of pydantic is about, and the error in our words."""
+    """Return the key an error of pydantic is about, and the error in our words."""
     location = detail["loc"]
     if detail["type"] == "extra_forbidden":
         key = ".".join(map(str, location))
@@ -101,12 +101,12 @@ def _explain(detail: ErrorDetails) -> tuple[str, str]:
 
 
 def _is_empty(detail: ErrorDetails) -> bool:
-    """Whether the error is about an empty string or list."""
+    """Return whether the error is about an empty string or list."""
     return detail["type"] in ("string_too_short", "too_short") and not detail["input"]
 
 
 def is_bracketed(text: str) -> bool:
-    """Whether a text is a list whose quotes the shell has removed, such as [a,b]."""
+    """Return whether a text is a list whose quotes the shell has removed, such as [a,b]."""
     return text.startswith("[") and text.endswith("]")
 
 
@@ -117,7 +117,7 @@ def in_quotes(text: str) -> str:
 
 
 def takes_text_or_list(annotation: Any) -> bool:
-    """Whether a key with this type takes a string or a list."""
+    """Return whether a key with this type takes a string or a list."""
     return str in get_args(annotation) and any(
         get_origin(get_args(arm)[0]) is tuple for arm in get_args(annotation) if get_origin(arm) is Annotated
     )
@@ -211,8 +211,8 @@ def _meant(key: str, value: object, annotation: Any) -> str:
 
 
 def list_example(info: FieldInfo) -> str:
-    """A list that a key takes: the one of its description, else its default, else one value of its type. Empty for a
-    key that takes no list."""
+    """Return a list that a key takes: the one of its description, else its default, else one value of its type. Empty
+    for a key that takes no list."""
     arms = [
         arm
         for arm in (info.annotation, *map(_without_metadata, get_args(info.annotation)))
@@ -236,7 +236,7 @@ def _without_metadata(annotation: Any) -> Any:
 
 
 def unknown_key(key: str, value: object) -> str:
-    """The message for a key that does not exist."""
+    """Return the message for a key that does not exist."""
     if "." not in key and isinstance(value, dict):
         near = difflib.get_close_matches(key, Config.model_fields, 1)
         hint = f"did you mean [{near[0]}]?" if near else f"the sections are {', '.join(Config.model_fields)}"

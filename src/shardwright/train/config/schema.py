@@ -14,7 +14,6 @@ from pydantic import ValidationInfo, model_validator
 
 from shardwright.train.config.conflicts.configurations import BETWEEN_SECTIONS, WITHIN_SECTIONS
 from shardwright.train.config.conflicts.table import ConflictError, conflict_in
-from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.sections.all import Sections
 
 
@@ -26,7 +25,7 @@ class Config(Sections):
         if error := conflict_in(WITHIN_SECTIONS, self):
             raise error
         start = info.context or {}
-        dims = ParallelDims.near(self.parallel, start.get("ranks", 1))
+        dims = self.parallel.dims_near(start.get("ranks", 1))
         problem = self.train.batch_problem(
             dims.data, tensor=dims.sharing_data, resumes=start.get("resumes", False)
         )
@@ -37,7 +36,8 @@ class Config(Sections):
         return self
 
     def resolved(self) -> Config:
-        """The same job, independent of presets and of the current folder: what a run keeps of its configuration."""
+        """Return the same job, independent of presets and of the current folder: what a run keeps of its
+        configuration."""
         return self.model_copy(
             update={
                 "model": self.model.resolved(),
@@ -47,7 +47,7 @@ class Config(Sections):
         )
 
     def to_toml(self) -> str:
-        """The configuration as a TOML file that loads back equal. Keys left to the preset are left out."""
+        """Return the configuration as a TOML file that loads back equal. Keys left to the preset are left out."""
         tables = []
         for name, section in self:
             lines = [
@@ -60,7 +60,7 @@ class Config(Sections):
 
 
 def toml_value(value: object) -> str:
-    """A value as TOML."""
+    """Return a value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
@@ -77,7 +77,7 @@ def toml_value(value: object) -> str:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested tables, each with its dotted key."""
+    """Yield the values of nested tables, each with its dotted key."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}.")
@@ -86,7 +86,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def value_of(text: str, takes_text: bool) -> Any:
-    """The value of a text in TOML. A text that is no TOML value is a string."""
+    """Return the value of a text in TOML. A text that is no TOML value is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.train.config import Config, DataConfig
+from shardwright.train.config import DataConfig
 from shardwright.train.config.sections.data import DataSource
+from shardwright.train.config.values import DataSettings
 from shardwright.train.data.samples.packing import pack
 from shardwright.train.data.samples.stream import VALIDATION_PART, VALIDATION_SOURCE, Part, Source, Stream
 from shardwright.train.data.samples.validation import training_and_validation
@@ -58,7 +59,7 @@ class Material:
     known: Known
 
     def parts(self) -> list[Tokens]:
-        """The parts of the run."""
+        """Return the parts of the run."""
         return [self.tokens] if self.is_whole else parts_of(self.known, self.tokens)[:-1]
 
     @property
@@ -142,7 +143,7 @@ class Dataset:
         return sum(each.tokens.spelled for each in (*self.materials, *self.validation_materials))
 
     def question(self) -> Question:
-        """The beginning of the validation text, or of the training text. For conversations and completions, the
+        """Return the beginning of the validation text, or of the training text. For conversations and completions, the
         first one with a prompt, up to its first learnt token."""
         for stream in (self.validation, self.train):
             if stream is None:
@@ -161,15 +162,15 @@ class Dataset:
 
 
 def load_dataset(
-    config: Config, progress: bool = False, advanced: Callable[[], None] = lambda: None
+    settings: DataSettings, progress: bool = False, advanced: Callable[[], None] = lambda: None
 ) -> Dataset:
-    """The data of a configuration. Tokens are made where the cache has none; `progress` shows that, and `advanced` is
+    """Return the data of a run. Tokens are made where the cache has none; `progress` shows that, and `advanced` is
     called after each part, see :func:`tokenised`.
 
     Raises:
         UserError: the data, the tokenizer or the template is missing, damaged or empty, or does not fill a sample.
     """
-    data = config.data
+    data = settings.data
     tokenizer = open_tokenizer(data.tokenizer)
     template = _template(data)
     cache = Path(data.cache) if data.cache else None
@@ -188,17 +189,17 @@ def load_dataset(
             advanced=advanced,
         )
         _check_completions(files, tokens, tokenizer)
-        known = known_of(tokens, _identity(config, tokens))
+        known = known_of(tokens, _identity(settings, tokens))
         return Material(", ".join(files.paths), weight, tokens, tuple(places(files)), known)
 
     materials = [material(each) for each in data.training]
-    validation = [material(each) for each in data.validating] if config.validation.every else []
-    return _dataset(config, tokenizer, materials, validation)
+    validation = [material(each) for each in data.validating] if settings.validation.every else []
+    return _dataset(settings, tokenizer, materials, validation)
 
 
-def check_special_tokens(config: Config, dataset: Dataset) -> None:
+def check_special_tokens(settings: DataSettings, dataset: Dataset) -> None:
     """Refuse documents that spell special tokens, if the configuration does not say what becomes of them."""
-    data = config.data
+    data = settings.data
     if data.special_tokens is not None:
         return
     pairs = (
@@ -217,28 +218,28 @@ def check_special_tokens(config: Config, dataset: Dataset) -> None:
             )
 
 
-def continued(config: Config, dataset: Dataset, known: Sequence[Known]) -> Dataset:
-    """The samples of a run that knows this of its sources, without documents that were appended since.
+def continued(settings: DataSettings, dataset: Dataset, known: Sequence[Known]) -> Dataset:
+    """Return the samples of a run that knows this of its sources, without documents that were appended since.
 
     Raises UserError where documents were changed or removed, and where some were appended without `data.appended`.
     """
-    materials = [_recognised(config, *each) for each in zip(dataset.materials, known, strict=True)]
+    materials = [_recognised(settings, *each) for each in zip(dataset.materials, known, strict=True)]
     if all(each.is_whole for each in materials):
         return dataset
-    return _dataset(config, dataset.tokenizer, materials, dataset.validation_materials)
+    return _dataset(settings, dataset.tokenizer, materials, dataset.validation_materials)
 
 
-def extended(config: Config, dataset: Dataset, samples: int) -> tuple[Dataset, list[str]]:
-    """The samples of a run from here on, after its first `samples` ones: with documents that were appended, where
-    `data.appended` asks for them. Also lines that say so."""
+def extended(settings: DataSettings, dataset: Dataset, samples: int) -> tuple[Dataset, list[str]]:
+    """Return the samples of a run from here on, after its first `samples` ones: with documents that were appended,
+    where `data.appended` asks for them. Also lines that say so."""
     materials, lines = [], []
     for each, epoch in zip(dataset.materials, dataset.train.epochs_under_way(samples), strict=False):
         documents = appended_documents(each.known, each.tokens)
         known = each.known
-        if documents and config.data.appended:
-            identity = _identity(config, each.tokens)
+        if documents and settings.data.appended:
+            identity = _identity(settings, each.tokens)
             part = parts_of(known, each.tokens)[-1]
-            number = len(_part(config, part).packing)
+            number = len(_part(settings, part).packing)
             known = (
                 with_part(known, each.tokens, identity, epoch)
                 if number
@@ -255,17 +256,17 @@ def extended(config: Config, dataset: Dataset, samples: int) -> tuple[Dataset, l
         materials.append(replace(each, known=known))
     if not lines:
         return dataset, []
-    return _dataset(config, dataset.tokenizer, materials, dataset.validation_materials), lines
+    return _dataset(settings, dataset.tokenizer, materials, dataset.validation_materials), lines
 
 
-def _recognised(config: Config, material: Material, known: Known) -> Material:
-    """The source with what a run knows of it. Raises as `continued`."""
+def _recognised(settings: DataSettings, material: Material, known: Known) -> Material:
+    """Return the source with what a run knows of it. Raises as `continued`."""
     tokens = material.tokens
     same = known.identity == material.known.identity
     if same and not known.epochs and known.documents == sum(file.documents for file in known.files):
         return material  # the same tokens, maybe in other files
     check_grown(known, tokens, material.places, material.name)
-    if not same and not config.data.appended:
+    if not same and not settings.data.appended:
         more = tokens.documents - sum(file.documents for file in known.files)
         raise UserError(
             f"--resume: expected the documents that the run has of {material.name}, found {more:,} more; set "
@@ -275,29 +276,32 @@ def _recognised(config: Config, material: Material, known: Known) -> Material:
 
 
 def _dataset(
-    config: Config, tokenizer: Tokenizer, materials: Sequence[Material], validation: Sequence[Material]
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    materials: Sequence[Material],
+    validation: Sequence[Material],
 ) -> Dataset:
-    """The samples of sources. Without sources for `validation` a part of each is kept for it, of its first part: what
-    no step trains on stays the same when documents are appended."""
+    """Return the samples of sources. Without sources for `validation` a part of each is kept for it, of its first part:
+    what no step trains on stays the same when documents are appended."""
     training, kept = [], []
     for each in materials:
         first, *more = each.parts()
-        begin, rest = training_and_validation(first, config.data.split_fraction)
-        source = Source(each.name, (_part(config, begin),))
+        begin, rest = training_and_validation(first, settings.data.split_fraction)
+        source = Source(each.name, (_part(settings, begin),))
         for tokens, epoch in zip(more, each.known.epochs, strict=True):
-            source = source.grown(_part(config, tokens), epoch)
+            source = source.grown(_part(settings, tokens), epoch)
         training.append(source)
         kept.append(rest)
     train = Stream(
-        training, [each.weight for each in materials], config.run.seed, separate=config.data.separates
+        training, [each.weight for each in materials], settings.seed, separate=settings.data.separates
     )
     stream, sets = None, {}
-    if config.validation.every:
+    if settings.validation.every:
         if validation:
             sources = [
                 Source(
                     f"{VALIDATION_SOURCE}{each.name}",
-                    (_part(config, each.tokens),),
+                    (_part(settings, each.tokens),),
                     label=f"validation: {shortened_name(each.name)}",
                 )
                 for each in validation
@@ -307,7 +311,7 @@ def _dataset(
             sources = [
                 Source(
                     f"{VALIDATION_PART}{each.name}",
-                    (_part(config, rest),),
+                    (_part(settings, rest),),
                     label=label if len(labels) > 1 else "validation",
                 )
                 for each, rest, label in zip(materials, kept, labels, strict=True)
@@ -319,48 +323,48 @@ def _dataset(
                 [sources[n] for n in numbers],
                 [weights[n] for n in numbers],
                 VALIDATION_SEED,
-                separate=config.data.separates,
+                separate=settings.data.separates,
             )
-            _check_validated(config, made)
+            _check_validated(settings, made)
             return made
 
         stream = stream_of(range(len(sources)))
-        sets = {name: stream_of(numbers) for name, numbers in config.data.validation_sets.items()}
+        sets = {name: stream_of(numbers) for name, numbers in settings.data.validation_sets.items()}
     return Dataset(
         tokenizer,
         train,
         stream,
-        _digest(config, materials),
+        _digest(settings, materials),
         tuple(materials),
         tuple(validation),
         sets,
     )
 
 
-def validation_samples(config: Config, stream: Stream) -> int:
-    """The samples that each validation is computed on, the first ones of the stream."""
+def validation_samples(settings: DataSettings, stream: Stream) -> int:
+    """Return the samples that each validation is computed on, the first ones of the stream."""
     windows = sum(source.samples for source in stream.sources)
-    return min(windows, config.validation.batches * config.train.global_batch)
+    return min(windows, settings.validation.batches * settings.global_batch)
 
 
-def _check_validated(config: Config, stream: Stream) -> None:
+def _check_validated(settings: DataSettings, stream: Stream) -> None:
     """Refuse validations without a trained token, whose loss would be 0."""
-    samples = validation_samples(config, stream)
+    samples = validation_samples(settings, stream)
     if not stream.trained(0, samples):
         raise UserError(
             f"validation.batches: expected trained tokens in the first {counted(samples, 'validation sample')} "
-            f"({config.validation.batches} of train.global_batch), found none; raise validation.batches, or raise "
+            f"({settings.validation.batches} of train.global_batch), found none; raise validation.batches, or raise "
             "train.seq_len so that samples reach the text to learn"
         )
 
 
-def _part(config: Config, tokens: Tokens) -> Part:
-    separate = config.data.separates
-    return Part(tokens, pack(tokens, config.train.seq_len, config.data.packing, separate=separate))
+def _part(settings: DataSettings, tokens: Tokens) -> Part:
+    separate = settings.data.separates
+    return Part(tokens, pack(tokens, settings.seq_len, settings.data.packing, separate=separate))
 
 
-def _digest(config: Config, materials: Sequence[Material]) -> str:
-    if len(materials) == 1 and _ends_count_for_nothing(config, materials[0].tokens):
+def _digest(settings: DataSettings, materials: Sequence[Material]) -> str:
+    if len(materials) == 1 and _ends_count_for_nothing(settings, materials[0].tokens):
         return materials[0].tokens.sha256  # the digest that runs of text had before there were tokens
     return _joined_digest(materials)
 
@@ -369,21 +373,22 @@ def _joined_digest(materials: Sequence[Material]) -> str:
     return hashlib.sha256("\n".join(each.tokens.fingerprint for each in materials).encode()).hexdigest()
 
 
-def _identity(config: Config, tokens: Tokens) -> str:
+def _identity(settings: DataSettings, tokens: Tokens) -> str:
     """Equal for tokens that make the same samples."""
-    digest = tokens.sha256 if _ends_count_for_nothing(config, tokens) else tokens.fingerprint
-    training, _ = training_and_validation(tokens, config.data.split_fraction)
+    digest = tokens.sha256 if _ends_count_for_nothing(settings, tokens) else tokens.fingerprint
+    training, _ = training_and_validation(tokens, settings.data.split_fraction)
     return f"{digest} {len(training.ids)}"  # where the cut is also depends on documents
 
 
-def _ends_count_for_nothing(config: Config, tokens: Tokens) -> bool:
-    """Whether the documents are one text, cut into samples wherever they end: bytes that are split, without a mask."""
-    one_text = config.data.packing == "split" and not config.data.separates
+def _ends_count_for_nothing(settings: DataSettings, tokens: Tokens) -> bool:
+    """Return whether the documents are one text, cut into samples wherever they end: bytes that are split, without a
+    mask."""
+    one_text = settings.data.packing == "split" and not settings.data.separates
     return one_text and tokens.ids.dtype == np.uint8 and tokens.trained is None and bool(tokens.sha256)
 
 
 def template_of(data: DataConfig, tokenizer: Tokenizer) -> str | None:
-    """The chat template of a run: that of data.chat_template, else the tokenizer's own. None: there is none.
+    """Return the chat template of a run: that of data.chat_template, else the tokenizer's own. None: there is none.
 
     Raises UserError if the file cannot be read."""
     template = _template(data)
@@ -401,8 +406,8 @@ def _template(data: DataConfig) -> str | None:
 def read_template(
     data: DataConfig, of_run: str = "", way: str = "set the path of a jinja template"
 ) -> str | None:
-    """The text of the file data.chat_template; None: it is not set. `of_run` and `way` are for the UserError about a
-    file that cannot be read."""
+    """Return the text of the file data.chat_template; None: it is not set. `of_run` and `way` are for the UserError
+    about a file that cannot be read."""
     try:
         return Path(data.chat_template).read_text(encoding="utf-8") if data.chat_template else None
     except (OSError, UnicodeDecodeError) as error:

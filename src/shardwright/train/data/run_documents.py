@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shardwright.train.config import Config
+from shardwright.train.config.values import DataSettings
 from shardwright.train.data.dataset import Dataset, continued
 from shardwright.train.data.statement import tokens_of
 from shardwright.train.data.tokens.growth import Known
@@ -24,8 +24,8 @@ def write_data_record(folder: RunFolder, dataset: Dataset) -> None:
     write_json(folder.data_file, {"sources": sources, "validation": dataset.validation_sha256})
 
 
-def resumed_data(config: Config, folder: RunFolder, dataset: Dataset) -> tuple[Dataset, list[str]]:
-    """The samples that a resumed run had, and lines about what is different now.
+def resumed_data(settings: DataSettings, folder: RunFolder, dataset: Dataset) -> tuple[Dataset, list[str]]:
+    """Return the samples that a resumed run had, and lines about what is different now.
 
     Raises UserError if its documents were changed or removed, or if there are new ones without `data.appended`.
     """
@@ -41,11 +41,11 @@ def resumed_data(config: Config, folder: RunFolder, dataset: Dataset) -> tuple[D
         lines.append(
             "the validation source differs from the saved run's: validation losses before and after do not compare"
         )
-    return continued(config, dataset, known), lines
+    return continued(settings, dataset, known), lines
 
 
 def _read(folder: RunFolder) -> tuple[list[Known], str]:
-    """The documents of each source, and the digest of the validation source."""
+    """Return the documents of each source, and the digest of the validation source."""
     try:
         content: Any = json.loads(folder.data_file.read_text(encoding="utf-8"))
         return [Known.from_json(each) for each in content["sources"]], str(content["validation"])

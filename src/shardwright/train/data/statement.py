@@ -51,13 +51,13 @@ def figures_of(source: Source) -> SourceFigures:
 
 
 def tokens_of(stream: Stream | None) -> int:
-    """The tokens of all documents of a stream's sources."""
+    """Return the tokens of all documents of a stream's sources."""
     return 0 if stream is None else sum(figures_of(source).tokens for source in stream.sources)
 
 
 def ends_in_words(tokenizer: Tokenizer, kinds: Collection[str]) -> str:
-    """The token at the end of documents and completions, in words. Empty for bytes, which have no such token, and for
-    conversations alone, which end as the chat template ends them.
+    """Return the token at the end of documents and completions, in words. Empty for bytes, which have no such token,
+    and for conversations alone, which end as the chat template ends them.
 
     Args:
         tokenizer: of all sources.
@@ -83,9 +83,9 @@ def statement(
     spelled: int = 0,
     special_tokens: str = "text",
 ) -> str:
-    """Lines that describe the data of a run over `samples` samples in all, of which it has done `first`. `ends` is the
-    text of :func:`ends_in_words`. `spelled`: places of the texts that spell a special token; `special_tokens`: the
-    setting for them."""
+    """Return lines that describe the data of a run over `samples` samples in all, of which it has done `first`. `ends`
+    is the text of :func:`ends_in_words`. `spelled`: places of the texts that spell a special token; `special_tokens`:
+    the setting for them."""
     lines = [
         f"data: samples of {stream.seq_len:,} tokens, packing {packing}: {_view(stream, packing)}",
         *_indented(_table(stream, validation, samples)),
@@ -185,7 +185,7 @@ def _sample_lines(stream: Stream, index: int, decode: Decode) -> Iterator[str]:
 
 
 def _shortened(text: str) -> str:
-    """A text on one line: control characters as escapes, the middle left out where it is long."""
+    """Return a text on one line: control characters as escapes, the middle left out where it is long."""
     if len(text) > HEAD + TAIL:
         text = f"{escaped(text[:HEAD])} ... {escaped(text[-TAIL:])}"
         return text

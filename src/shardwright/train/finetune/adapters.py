@@ -113,19 +113,20 @@ def _add(
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
-    """Names and layers with adapters, in the model's order."""
+    """Yield the names and layers with adapters, in the model's order."""
     for name, module in model.named_modules():
         if isinstance(module, Adapter):
             yield name, module
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name belongs to an adapter."""
+    """Return whether a parameter of that name belongs to an adapter."""
     return name.rpartition(".")[2] in ADAPTER_PARAMETERS
 
 
 def trained_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that are trained, a tied one under its first name; the same for a sharded model."""
+    """Return the names of the parameters that are trained, a tied one under its first name; the same for a sharded
+    model."""
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
@@ -183,7 +184,8 @@ def _remove(layer: Adapter) -> None:
 
 
 def uncalled_layers(model: nn.Module) -> list[str]:
-    """Names of adapted layers that no eager forward has reached, nor any layer with the same last part of its name.
+    """Return the names of adapted layers that no eager forward has reached, nor any layer with the same last part of
+    its name.
 
     After a step this list has the layers whose weights the model uses directly; adapters there change nothing. An
     expert that no token has chosen is not in it, if another expert was chosen.
@@ -193,7 +195,7 @@ def uncalled_layers(model: nn.Module) -> list[str]:
 
 
 def statement(model: nn.Module) -> str:
-    """A line that says which parameters are trained. Works for sharded models, too."""
+    """Return a line that says which parameters are trained. Works for sharded models, too."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     trained = sum(sizes[name] for name in trained_names(model))
     kinds = Counter(name.rpartition(".")[2] for name, _ in adapted_layers(model))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint import Box, Damaged, ModelTensor, boxes_of, sealed, tensors_of, unsealed
+from shardwright.checkpoint import Damaged, ModelTensor, tensors_of
+from shardwright.common.sealed_json import sealed, unsealed
 from shardwright.engine import RankGroup
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import is_adapter
@@ -44,7 +45,8 @@ class Base:
 
 
 def base_of(model: nn.Module, source: str) -> Base:
-    """The reference to the model's frozen parameters. Called by every rank, between steps; each reads its own part."""
+    """Return the reference to the model's frozen parameters. Called by every rank, between steps; each reads its own
+    part."""
     entries = [e for e in tensors_of(model) if _is_frozen(e)]
     parts = {entry.name: _parts(entry) for entry in entries}
     everyones = RankGroup().all_gather(parts)
@@ -80,24 +82,25 @@ def _parts(entry: ModelTensor) -> dict[tuple[tuple[int, ...], tuple[int, ...]], 
     shape = tuple(entry.tensor.shape)
     salt = zlib.crc32(repr(shape).encode())
     return {
-        (tuple(box.offsets), tuple(box.local.shape)): _sum_of_hashes(box.local, box.offsets, shape, salt)
-        for box in _boxes(entry)
-        if box.local.numel()
+        (offsets, tuple(local.shape)): _sum_of_hashes(local, offsets, shape, salt)
+        for offsets, local in _boxes(entry)
+        if local.numel()
     }
 
 
-def _boxes(entry: ModelTensor) -> list[Box]:
-    """The boxes of this rank, also of a parameter that torch's engine has cut."""
+def _boxes(entry: ModelTensor) -> Sequence[tuple[tuple[int, ...], Tensor]]:
+    """Return the boxes of this rank, also of a parameter that torch's engine has cut: offsets and elements."""
     tensor = entry.tensor
     if isinstance(tensor, DTensor) and entry.unit is None:
         chunks = tensor.__create_chunk_list__()
-        return [Box(tuple(chunk.offsets), tensor.to_local().detach()) for chunk in chunks]
-    return boxes_of(entry)
+        return [(tuple(chunk.offsets), tensor.to_local().detach()) for chunk in chunks]
+    return entry.boxes()
 
 
 @torch.no_grad()
 def _sum_of_hashes(local: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...], salt: int) -> int:
-    """A hash of each element's bits and place in the whole tensor, summed: the cut does not matter. Below 2**64."""
+    """Return a hash of each element's bits and place in the whole tensor, summed: the cut does not matter. Below
+    2**64."""
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     rows = max(1, CHUNK // max(1, math.prod(local.shape[1:])))
     for first in range(0, local.shape[0] if local.ndim else 1, rows):
@@ -114,7 +117,8 @@ def _sum_of_hashes(local: Tensor, offsets: tuple[int, ...], shape: tuple[int, ..
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele et al., 2014). Products wrap around, shifts are of unsigned numbers."""
+    """Return the finaliser of SplitMix64 (Steele et al., 2014). Products wrap around, shifts are of unsigned
+    numbers."""
     x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47
     x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15
     return x ^ _shifted(x, 31)

@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.checkpoint import KeyMap
 from shardwright.engine import RankGroup
-from shardwright.train.config import Config
+from shardwright.train.config import FinetuneConfig
+from shardwright.train.config.shapes.presets import Shape
+from shardwright.train.config.values import BuildSettings
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import reset_magnitudes, uncalled_layers
 from shardwright.train.finetune.base import base_of, check_same_base, write_base
@@ -28,23 +30,14 @@ from shardwright.train.models.hugging_face import key_map
 from shardwright.train.models.offers import offers_of
 
 
-def source_of(config: Config) -> str:
-    """The setting that the base comes from, with its value."""
-    if getattr(config.model.shape(), "weights", None) == "pretrained":
-        return f"model.path = {config.model.path}"
-    return f"run.seed = {config.run.seed}"
+def check_fits(settings: FinetuneConfig, shape: Any) -> None:
+    """Raise if the patterns or the rank of `[finetune]` do not fit the model of this shape.
 
-
-def check_fits(config: Config) -> None:
-    """Refuse `[finetune]` if its patterns or its rank do not fit the model, which is made without memory to look.
-
-    Models of users are made by ranks alone, and are looked at there.
+    The model is made without memory to look. Models of users are made by ranks alone, and are looked at there.
 
     Raises:
         UserError: as `layers_to_adapt`, `parameters_to_train` and `parameters_to_freeze`.
     """
-    settings = config.finetune
-    shape: Any = config.model.shape()
     if offers_of(shape).layers is None or not (
         settings.has_adapters or settings.freeze or settings.train_only
     ):
@@ -58,13 +51,15 @@ def check_fits(config: Config) -> None:
         parameters_to_freeze(model, settings)
 
 
-def peft_names(model: nn.Module, config: Config) -> KeyMap | None:
-    """The names of the base's tensors in the module that peft wraps: transformers', or the user's own."""
-    names, shape = module_names(model), config.model.shape()
+def peft_names(model: nn.Module, shape: Shape) -> KeyMap | None:
+    """Return the names of the base's tensors in the module that peft wraps: transformers', or the user's own."""
+    names = module_names(model)
     return key_map(shape) if names is None and offers_of(shape).key_map is not None else names
 
 
-def prepare(plain: nn.Module, config: Config, base_file: Path, resume: bool, mesh: DeviceMesh) -> None:
+def prepare(
+    plain: nn.Module, settings: BuildSettings, base_file: Path, resume: bool, mesh: DeviceMesh
+) -> None:
     """Compare the base with the run's reference, or write this reference. Called by every rank of `mesh`.
 
     `plain` is the model without the wrapper of an engine. A new run also reads the adapters to start from. Raises
@@ -73,15 +68,15 @@ def prepare(plain: nn.Module, config: Config, base_file: Path, resume: bool, mes
     ranks = RankGroup.of_mesh(mesh)
     if not resume:
         reset_magnitudes(plain)
-    base = base_of(plain, source_of(config))
+    base = base_of(plain, settings.source)
     if resume:
         ranks.run_own(lambda: check_same_base(base_file, base), others_raise=UserError)
         return
-    settings = config.finetune
-    if settings.adapters:
-        names = peft_names(plain, config)
+    finetune = settings.finetune
+    if finetune.adapters:
+        names = peft_names(plain, settings.model.shape())
         ranks.run_own(
-            lambda: read_adapters(plain, settings.adapters, settings, key_map=names), others_raise=UserError
+            lambda: read_adapters(plain, finetune.adapters, finetune, key_map=names), others_raise=UserError
         )
     ranks.run_own(lambda: write_base(base_file, base) if ranks.is_first else None, others_raise=UserError)
 

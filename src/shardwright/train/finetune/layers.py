@@ -51,7 +51,7 @@ class Dropout:
         return x * self.kept(x.shape, layer).to(x.dtype) * (1 / (1 - self.fraction))
 
     def kept(self, shape: torch.Size, layer: int) -> Tensor:
-        """The elements of a tensor of that shape that are kept: bool."""
+        """Return the elements of a tensor of that shape that are kept: bool."""
         assert self.samples is not None
         samples, width = self.samples, shape[-1]
         tokens = shape[:-1].numel()
@@ -135,11 +135,11 @@ def row_lengths(weight: Tensor) -> Tensor:
 
 @functools.cache
 def adapted_class(of: type[nn.Linear]) -> type[nn.Linear]:
-    """The class of linear layers `of` with an adapter."""
+    """Return the class of linear layers `of` with an adapter."""
     return type(f"Adapted{of.__name__}", (Adapter, of), {"__module__": __name__})
 
 
 def plain_class(of: type[nn.Module]) -> type[nn.Module]:
-    """The class that :func:`adapted_class` was called with."""
+    """Return the class that :func:`adapted_class` was called with."""
     base: type[nn.Module] = of.__bases__[1]
     return base

@@ -21,12 +21,12 @@ ROUTERS = ("router", "gate", "shared_expert_gate")
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether a pattern, such as "wq" or "layers.0.*", fits a dotted name."""
+    """Return whether a pattern, such as "wq" or "layers.0.*", fits a dotted name."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The model's blocks: what its method `blocks` returns, else the members of its outermost lists of modules.
+    """Return the model's blocks: what its method `blocks` returns, else the members of its outermost lists of modules.
 
     A model without either is one block.
     """
@@ -103,7 +103,7 @@ def _is_router(name: str) -> bool:
 
 
 def is_mamba_output(model: nn.Module, name: str) -> bool:
-    """Whether a layer is the output projection of a Mamba layer.
+    """Return whether a layer is the output projection of a Mamba layer.
 
     Fused kernels use its weight without calling it, and peft refuses to put an adapter there.
     """
@@ -112,7 +112,7 @@ def is_mamba_output(model: nn.Module, name: str) -> bool:
 
 
 def _is_mamba_step(model: nn.Module, name: str) -> bool:
-    """Whether a layer makes the step sizes of a Mamba layer, which uses its weight without calling it."""
+    """Return whether a layer makes the step sizes of a Mamba layer, which uses its weight without calling it."""
     owner, _, last = name.rpartition(".")
     return last == "dt_proj" and "a_log" in _own_parameters(model, owner)
 
@@ -122,7 +122,7 @@ def _own_parameters(model: nn.Module, owner: str) -> set[str]:
 
 
 def _is_linear(layer: nn.Linear) -> bool:
-    """Whether a layer makes one row of outputs of each row of inputs, as the adapter beside it does.
+    """Return whether a layer makes one row of outputs of each row of inputs, as the adapter beside it does.
 
     A class with a forward of its own may not: layers of transformers with weights by groups take inputs by groups.
     """
@@ -219,7 +219,7 @@ def _not_linear(pattern: str, others: list[str], matches: Mapping[str, nn.Module
 
 
 def parameters_to_train(model: nn.Module, settings: FinetuneConfig) -> list[str]:
-    """Names of the parameters that are trained in full; a tied one under its first name.
+    """Return the names of the parameters that are trained in full; a tied one under its first name.
 
     Raises:
         UserError: a pattern fits no parameter.
@@ -250,7 +250,8 @@ def parameters_to_freeze(model: nn.Module, settings: FinetuneConfig) -> list[nn.
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """The name of each parameter, and the first name of the same one, which has others where weights are tied."""
+    """Return the name of each parameter, and the first name of the same one, which has others where weights are
+    tied."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(parameter), name)
@@ -259,7 +260,8 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _matching(names: Mapping[str, str], patterns: Iterable[str], key: str, modules: bool = False) -> set[str]:
-    """The first names of the parameters that patterns fit. With `modules` a pattern may fit a module that has them.
+    """Return the first names of the parameters that patterns fit. With `modules` a pattern may fit a module that has
+    them.
 
     Raises:
         UserError: a pattern fits no parameter.
@@ -279,13 +281,13 @@ def _matching(names: Mapping[str, str], patterns: Iterable[str], key: str, modul
 
 
 def _within(name: str, modules: bool) -> list[str]:
-    """The name of a parameter, and those of the modules that have it."""
+    """Return the name of a parameter, and those of the modules that have it."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)] if modules else [name]
 
 
 def _nearest(pattern: str, names: list[str]) -> str:
-    """A hint with the names most like a pattern."""
+    """Return a hint with the names most like a pattern."""
     if not names:
         return "the model has none"
     wanted = pattern.strip("*?.")

@@ -29,7 +29,7 @@ def under_torchrun() -> bool:
 
 
 def attempt_of_launcher() -> int:
-    """The number of this start of the ranks by our launcher. 1 without it."""
+    """Return the number of this start of the ranks by our launcher. 1 without it."""
     return int(os.environ.get(ATTEMPT_VARIABLE, "1"))
 
 
@@ -65,8 +65,8 @@ def _whole_number(name: str, least: int, most: int | None = None) -> int:
 
 
 def path_to_ourselves() -> dict[str, str]:
-    """A PYTHONPATH with the folder of this package, if this process found it in its working folder, in which processes
-    that it starts do not look."""
+    """Return a PYTHONPATH with the folder of this package, if this process found it in its working folder, in which
+    processes that it starts do not look."""
     folder = str(Path(shardwright.__file__).resolve().parents[1])
     elsewhere = [path for path in sys.path if path and os.path.abspath(path) != os.getcwd()]
     if folder in {os.path.realpath(path) for path in elsewhere} or folder != os.path.realpath(os.getcwd()):

@@ -79,7 +79,7 @@ class EvaluationProcess:
             )  # fmt: skip
 
     def poll(self) -> int | None:
-        """The exit status; None while the process runs."""
+        """Return the exit status; None while the process runs."""
         return self._process.poll()
 
     def ask_to_end(self) -> None:
@@ -91,7 +91,7 @@ class EvaluationProcess:
         _end(self._process)
 
     def error(self) -> str:
-        """The error that the process has printed; its exit status if it has printed none."""
+        """Return the error that the process has printed; its exit status if it has printed none."""
         text = self.log.read_bytes()[self._begin :] if self.log.is_file() else b""
         return (
             _error_in(text.decode(errors="replace"))
@@ -144,13 +144,13 @@ def check_names(folder: RunFolder, tasks: Sequence[str]) -> str:
 
 
 def _error_in(text: str) -> str:
-    """The last line of a text that says an error of ours, without its begin."""
+    """Return the last line of a text that says an error of ours, without its begin."""
     errors = [line for line in text.splitlines() if line.startswith("error: ")]
     return errors[-1].removeprefix("error: ") if errors else ""
 
 
 def _environment(device: str) -> dict[str, str]:
-    """This process's environment for a process that is no rank. Without a GPU unless its device is one."""
+    """Return this process's environment for a process that is no rank. Without a GPU unless its device is one."""
     own = {
         name: value
         for name, value in os.environ.items()

@@ -150,7 +150,7 @@ class Forecast:
 
 
 def _cannot_fit(figures: Mapping[str, Any]) -> bool:
-    """Whether tensors whose sizes are known exactly need more than the whole device."""
+    """Return whether tensors whose sizes are known exactly need more than the whole device."""
     return sum(figures["exact"].values()) > figures["device_bytes"]
 
 
@@ -159,7 +159,7 @@ def plan_file(folder: RunFolder) -> Path:
 
 
 def read_plan(file: Path) -> dict[str, Any] | None:
-    """The figures of a plan; None if it was not made, or not to its end."""
+    """Return the figures of a plan; None if it was not made, or not to its end."""
     try:
         figures = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -168,7 +168,7 @@ def read_plan(file: Path) -> dict[str, Any] | None:
 
 
 def plan_in_words(figures: Mapping[str, Any]) -> str:
-    """The figures of a plan, in a line."""
+    """Return the figures of a plan, in a line."""
     return (
         f"{figures['reserved_bytes'] / GIB:.2f} GiB reserved of {figures['room_bytes'] / GIB:.2f}, the most in "
         f"{figures['peak']['text']}"
@@ -176,8 +176,8 @@ def plan_in_words(figures: Mapping[str, Any]) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left. CUDA, NCCL and PyTorch's allocator of the host's memory have no
-    class for it."""
+    """Return whether a device or the host had no memory left. CUDA, NCCL and PyTorch's allocator of the host's memory
+    have no class for it."""
     text = isinstance(error, RuntimeError) and (
         "out of memory" in str(error) or "can't allocate memory" in str(error)
     )
@@ -185,7 +185,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def shortage_file(folder: RunFolder) -> Path:
-    """Lines of a rank that has run out of memory: the owners of its memory, and settings that need less."""
+    """Return lines of a rank that has run out of memory: the owners of its memory, and settings that need less."""
     return folder.logs / "out_of_memory.txt"
 
 

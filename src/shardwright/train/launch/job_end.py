@@ -78,7 +78,8 @@ class Complaint:
 
 
 def stopped_by(number: int, unsaved: str | None = None, late: bool = False) -> Outcome:
-    """The end by a signal. `unsaved`: why the state is not saved; `late`: because the time to save has passed."""
+    """Return the end by a signal. `unsaved`: why the state is not saved; `late`: because the time to save has
+    passed."""
     outcome = "; the state is saved" if unsaved is None else f" without saving{unsaved and ': '}{unsaved}"
     status = TRY_AGAIN if late else status_of_signal(number)
     return Outcome(status, f"stopped by {signal.Signals(number).name}{outcome}")

@@ -64,11 +64,14 @@ class Evidence:
 
     @cached_property
     def is_saved(self) -> bool:
-        """Whether the newest checkpoint has all steps. The answer stays: all that is said of the job agrees on it."""
+        """True if the newest checkpoint contains the last step. Computed once, so that all messages of a job agree."""
         return is_saved(self.folder)
 
     def done(self, rank: int) -> int | None:
-        """The steps that a rank had done, as it says itself, else as its heartbeat has it. None: not known."""
+        """Return how many steps a rank completed, or None if nobody knows.
+
+        The rank's own report counts; if it sent none, the last number on its heartbeat page does.
+        """
         said = next((each.done for each in self.complaints if each.rank == rank), None)
         return self.ranks.steps.get(rank) if said is None else said
 
@@ -77,14 +80,14 @@ class Evidence:
 
 
 def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
-    """The complaints of the ranks, first one first."""
+    """Return the complaints of the ranks, first one first."""
     keys = [f"complaint/{rank}" for rank in range(ranks)]
     complaints = [Complaint(**json.loads(store.get(key))) for key in keys if store.check([key])]
     return sorted(complaints, key=lambda complaint: complaint.order)
 
 
 def judge(evidence: Evidence) -> Outcome:
-    """The status, and the reason in one line."""
+    """Return the status, and the reason in one line."""
     if all(status == DONE for status in evidence.ranks.statuses.values()) or _is_finished(evidence):
         return Outcome(DONE, "done")
     number = evidence.first_signal
@@ -153,7 +156,7 @@ def _ended_by_signal(evidence: Evidence) -> bool:
 
 
 def _stopped_early(evidence: Evidence, number: int) -> Outcome:
-    """The end of a job that a signal ended before the ranks have said that they saved."""
+    """Return the end of a job that a signal ended before the ranks have said that they saved."""
     if evidence.folder.exists() and evidence.is_saved:
         return stopped_by(number)
     return stopped_by(number, unsaved=evidence.ranks.hurried, late=evidence.ranks.late)

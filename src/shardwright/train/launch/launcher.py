@@ -21,7 +21,7 @@ import rich.progress  # noqa: F401  # every rank needs it: where it is missing, 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
 
-from shardwright.train.config import Config
+from shardwright.train.config import FaultConfig
 from shardwright.train.launch.environment import (
     ATTEMPT_VARIABLE,
     FOLDER_VARIABLE,
@@ -72,21 +72,21 @@ class RankLogs(LogsSpecs):
 
 
 def launch_until_done(
-    config: Config, folder: RunFolder, attempt: Attempt, can_run: Callable[[Config, int], bool]
+    fault: FaultConfig, folder: RunFolder, attempt: Attempt, can_run: Callable[[int], bool]
 ) -> int:
     """Start the ranks, and again while the settings allow it. Returns the status of the job.
 
-    `can_run`: whether so many ranks can run the job.
+    `can_run`: says whether a number of ranks can run the job.
     """
     # torch's handlers would unwind the launcher; ours store the signals over all attempts.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    restarts = Restarts(config.fault, lambda fewer: can_run(config, fewer))
+    restarts = Restarts(fault, can_run)
     sessions_before = sessions_of(folder)
-    request = StopRequest(config.fault.save_seconds)
+    request = StopRequest(fault.save_seconds)
     with noted_signals(request):
         while True:
             sessions = sessions_of(folder)
-            evidence = _launch(config, folder, attempt, request, sessions)
+            evidence = _launch(fault.stall_seconds, folder, attempt, request, sessions)
             end = judge(evidence)
             next_ranks, note = 0, ""
             if request.signal_number is None:
@@ -98,14 +98,14 @@ def launch_until_done(
                 return announce(evidence, end, "--debug" in attempt.arguments, note)
             attempt = attempt.after(end, next_ranks, folder, sessions_of(folder) > sessions_before)
             print(
-                f"restart {restarts.count} of {config.fault.max_restarts}: {end.reason}, after step {step}; "
+                f"restart {restarts.count} of {fault.max_restarts}: {end.reason}, after step {step}; "
                 f"{place_in_words(folder, next_ranks)} (log: {evidence.logs})",
                 flush=True,
             )
 
 
 def _launch(
-    config: Config, folder: RunFolder, attempt: Attempt, request: StopRequest, sessions_before: int
+    stall_seconds: float, folder: RunFolder, attempt: Attempt, request: StopRequest, sessions_before: int
 ) -> Evidence:
     """Start the ranks and wait for their end. `sessions_before`: in run.json."""
     ranks = attempt.ranks
@@ -128,7 +128,7 @@ def _launch(
             logs_specs=RankLogs(logs),
         )
     assert isinstance(processes, SubprocessContext)
-    with _eyes(config, processes, folder) as eyes:
+    with _eyes(stall_seconds, processes, folder) as eyes:
         end = RankWatch(processes, eyes, lambda: store.check([SPEAKING]), request).until_all_ended()
     processes.close()  # the files of its logs
     if end.hang is not None:
@@ -144,9 +144,8 @@ def _launch(
 
 
 @contextmanager
-def _eyes(config: Config, processes: SubprocessContext, folder: RunFolder) -> Iterator[Eyes | None]:
-    """The launcher's sight of its ranks. None: the configuration has no watch."""
-    seconds = config.fault.stall_seconds
+def _eyes(seconds: float, processes: SubprocessContext, folder: RunFolder) -> Iterator[Eyes | None]:
+    """Watch the ranks inside the context. None with 0 `seconds` until a stall: there is no watch."""
     eyes = Eyes(processes.pids(), seconds, folder.path / "hangs", "fault.stall_seconds") if seconds else None
     try:
         yield eyes
@@ -156,7 +155,7 @@ def _eyes(config: Config, processes: SubprocessContext, folder: RunFolder) -> It
 
 
 def environment(rank: int, attempt: Attempt, port: int, folder: RunFolder) -> dict[str, str]:
-    """The environment that torchrun would set for this rank, and the folder of the run."""
+    """Return the environment that torchrun would set for this rank, and the folder of the run."""
     ranks = attempt.ranks
     variables = {
         "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,

@@ -60,7 +60,7 @@ class OpenedRun:
 
 
 def open_run(config: Config, resume: str | None, launch: TorchrunLaunch | None = None) -> OpenedRun:
-    """The run's folder, locked: new or to resume; for a later attempt of a launch by torchrun the first one's.
+    """Return the run's folder, locked: new or to resume; for a later attempt of a launch by torchrun the first one's.
 
     With `CONTINUE` it is `run.dir`. The run there goes on from its newest checkpoint, or without one from the start.
 
@@ -69,7 +69,7 @@ def open_run(config: Config, resume: str | None, launch: TorchrunLaunch | None =
             settings that only a resume takes.
         GivenUpError: the attempt would end as those before.
     """
-    before = None if launch is None else attempt_before(config, resume, launch)
+    before = None if launch is None else attempt_before(config.run, resume, launch)
     with ExitStack() as on_error:
         if before is not None:
             folder, earlier = before

@@ -54,7 +54,7 @@ def note_mistake(status: int) -> None:
 
 
 def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """The status of the command, to which signals are passed on. Raises UserError if it cannot be started."""
+    """Return the status of the command, to which signals are passed on. Raises UserError if it cannot be started."""
     received: list[int] = []
     process: subprocess.Popen[bytes] | None = None
 
@@ -80,7 +80,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
 
 
 def _stamp(folder: Path) -> tuple[int, int] | None:
-    """A value that changes if exit.json is written again."""
+    """Return a value that changes if exit.json is written again."""
     try:
         status = os.stat(folder / "exit.json")
     except OSError:

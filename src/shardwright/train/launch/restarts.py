@@ -45,7 +45,7 @@ class Attempt:
     devices: tuple[str, ...] = ()
 
     def after(self, end: Outcome, ranks: int, folder: RunFolder, began: bool) -> Attempt:
-        """The next attempt, with `ranks` ranks. With fewer, the GPU of the lost rank is left out.
+        """Return the next attempt, with `ranks` ranks. With fewer, the GPU of the lost rank is left out.
 
         `began` says whether an attempt of this job has opened a session in the folder.
         """
@@ -64,7 +64,7 @@ def _visible_devices() -> list[str]:
 
 
 def _arguments(folder: RunFolder, arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """The command line of a restart. It uses the run's stored configuration: CONFIG.toml may have changed."""
+    """Return the command line of a restart. It uses the run's stored configuration: CONFIG.toml may have changed."""
     debug = ("--debug",) if "--debug" in arguments else ()
     if goes_on(folder):
         return ("train", "--resume", str(folder.path), *debug)
@@ -74,7 +74,7 @@ def _arguments(folder: RunFolder, arguments: tuple[str, ...]) -> tuple[str, ...]
 
 
 def place_in_words(folder: RunFolder, ranks: int) -> str:
-    """The step from which a restart goes on and its ranks, in words."""
+    """Return the step from which a restart goes on and its ranks, in words."""
     on = f"on {counted(ranks, 'rank')}"
     try:
         step = newest_saved(folder)
@@ -98,7 +98,7 @@ class Restarts:
 
     Args:
         settings: of the job.
-        can_run: whether the job can run with so many ranks.
+        can_run: says whether the job can run with a number of ranks.
     """
 
     def __init__(self, settings: FaultConfig, can_run: Callable[[int], bool]) -> None:
@@ -107,7 +107,7 @@ class Restarts:
         self._ends: list[AttemptEnd] = []
 
     def after(self, end: Outcome, step: int, ranks: int) -> tuple[int, str]:
-        """The ranks of the next attempt, 0 for none, and why there is none, as the rest of "the job has ended".
+        """Return the ranks of the next attempt, 0 for none, and why there is none, as the rest of "the job has ended".
 
         `step` is the last one that was done: by the rank that failed, if that is known, else in the record. `ranks` is
         the number of the attempt that ended.
@@ -130,8 +130,8 @@ class Restarts:
 
 
 def same_again(ends: Sequence[AttemptEnd]) -> str:
-    """The reason for which a job does not start again: its last failures are the same; else empty. Attempts in between
-    of which a rank was killed change nothing."""
+    """Return the reason for which a job does not start again: its last failures are the same; else empty. Attempts in
+    between of which a rank was killed change nothing."""
     failures = [(without_numbers(each.reason), each.step) for each in ends if each.status == FAILED]
     if not ends or ends[-1].status != FAILED or failures[-1:] * 2 != failures[-2:]:
         return ""
@@ -139,5 +139,5 @@ def same_again(ends: Sequence[AttemptEnd]) -> str:
 
 
 def without_numbers(reason: str) -> str:
-    """An error without what differs between two equal ones: addresses, sizes, ranks."""
+    """Return an error without what differs between two equal ones: addresses, sizes, ranks."""
     return re.sub(r"0x[0-9a-fA-F]+|\d+(\.\d+)?", "#", reason)

@@ -22,7 +22,7 @@ from shardwright.train.run.position import saved_steps
 
 
 def resume_command(folder: RunFolder, ranks: int) -> str:
-    """The complete command that continues a run on `ranks` ranks, for printing."""
+    """Return the complete command that continues a run on `ranks` ranks, for printing."""
     arguments = f"train --resume {shlex.quote(str(folder.path))}"
     if LAUNCHER_VARIABLE not in os.environ and started_by_slurm(os.environ):
         return f"srun {_program('shardwright', 'shardwright')} {arguments}"
@@ -36,15 +36,16 @@ def resume_command(folder: RunFolder, ranks: int) -> str:
 
 
 def to_continue(folder: RunFolder, ranks: int) -> list[str]:
-    """Lines that say what is saved, and the command that continues from it. Empty if nothing is saved."""
+    """Return lines that say what is saved, and the command that continues from it. Empty if nothing is saved."""
     saved = _saved(folder)
     return [f"{saved}; to continue:", f"  {resume_command(folder, ranks)}"] if saved else []
 
 
 def _saved(folder: RunFolder) -> str:
-    """The newest saved step, in words; empty if nothing is saved. No store is asked: it may be what has failed."""
+    """Return the newest saved step, in words; empty if nothing is saved. No store is asked: it may be what has
+    failed."""
     try:
-        checkpoints = checkpoints_of(folder, folder.config())
+        checkpoints = checkpoints_of(folder, folder.config().checkpoint)
     except UserError:
         return ""
     if isinstance(checkpoints, str):
@@ -54,7 +55,7 @@ def _saved(folder: RunFolder) -> str:
 
 
 def _program(name: str, module: str) -> str:
-    """The shell command for one of this environment's programs."""
+    """Return the shell command for one of this environment's programs."""
     if shutil.which(name):
         return name
     beside = os.path.join(os.path.dirname(sys.executable), name)
@@ -76,7 +77,7 @@ def changed_settings(saved: Config, current: Config) -> list[tuple[str, object, 
 
 
 def changes_in_words(saved: Config, current: Config) -> str | None:
-    """The lines to print, or None if nothing differs."""
+    """Return the lines to print, or None if nothing differs."""
     changes = changed_settings(saved, current)
     if not changes:
         return None

@@ -25,7 +25,7 @@ from the launcher."""
 
 
 def catchable() -> list[signal.Signals]:
-    """The signals of `SIGNALS` that this process does not ignore: nohup ignores SIGHUP."""
+    """Return the signals of `SIGNALS` that this process does not ignore: nohup ignores SIGHUP."""
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -34,7 +34,7 @@ def _nothing(number: int, frame: FrameType | None) -> None:
 
 
 def status_of_signal(number: int) -> int:
-    """The status of a process that left because of this signal: 130 for SIGINT, 143 for the others."""
+    """Return the status of a process that left because of this signal: 130 for SIGINT, 143 for the others."""
     return 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
 

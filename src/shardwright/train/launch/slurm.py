@@ -54,7 +54,7 @@ def started_by_slurm(environment: Mapping[str, str]) -> bool:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list such as `gpu[07-09,12],cpu1`: gpu07. Raises UserError if there is none."""
+    """Return the first host of a list such as `gpu[07-09,12],cpu1`: gpu07. Raises UserError if there is none."""
     text = re.split(r",(?![^\[]*\])", nodes.strip())[0]
     host = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", text)
     if not re.fullmatch(r"[\w.-]+", host):
@@ -66,7 +66,7 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """The tasks of each host, from SLURM's form: `2(x3),1` is 2, 2, 2, 1. Empty for a text of another form."""
+    """Return the tasks of each host, from SLURM's form: `2(x3),1` is 2, 2, 2, 1. Empty for a text of another form."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

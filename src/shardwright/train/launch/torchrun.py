@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from shardwright.train.config import Config
+from shardwright.train.config import RunConfig
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.launch.environment import RUN_ID, under_torchrun
 from shardwright.train.launch.restarts import AttemptEnd, same_again
@@ -69,7 +69,8 @@ class TorchrunLaunch:
 
 
 def agent() -> str | None:
-    """The torchrun process that started this rank: host, process and time of its start. None without torchrun."""
+    """Return the torchrun process that started this rank: host, process and time of its start. None without
+    torchrun."""
     if not under_torchrun():
         return None
     process = agent_process()
@@ -77,7 +78,7 @@ def agent() -> str | None:
 
 
 def agent_process() -> psutil.Process:
-    """The torchrun process that started this rank: the nearest one above it that has no variables of a rank.
+    """Return the torchrun process that started this rank: the nearest one above it that has no variables of a rank.
 
     A script may be in between. It is another process at each restart.
     """
@@ -93,7 +94,8 @@ def agent_process() -> psutil.Process:
 
 
 def _start_of(process: psutil.Process) -> str:
-    """The start time of a process, the same for all that ask. psutil's time on Linux moves when the clock is set."""
+    """Return the start time of a process, the same for all that ask. psutil's time on Linux moves when the clock is
+    set."""
     try:
         with open(f"/proc/{process.pid}/stat", encoding="utf-8", errors="replace") as stream:
             return stream.read().rpartition(")")[2].split()[19]
@@ -102,22 +104,23 @@ def _start_of(process: psutil.Process) -> str:
 
 
 def attempt_before(
-    config: Config, resume: str | None, launch: TorchrunLaunch
+    run: RunConfig, resume: str | None, launch: TorchrunLaunch
 ) -> tuple[RunFolder, TorchrunLaunch] | None:
-    for folder in _candidates(config, resume):
+    """Return the folder of the attempt before, and the launch that its file has; None for the first attempt."""
+    for folder in _candidates(run, resume):
         earlier = _read(folder)
         if earlier is not None and launch.continues(earlier):
             return folder, earlier
     return None
 
 
-def _candidates(config: Config, resume: str | None) -> Iterator[RunFolder]:
+def _candidates(run: RunConfig, resume: str | None) -> Iterator[RunFolder]:
     if resume is not None and resume != CONTINUE:
-        yield find_run(config, resume)
-    elif config.run.dir:
-        yield RunFolder(Path(config.run.dir))
+        yield find_run(run, resume)
+    elif run.dir:
+        yield RunFolder(Path(run.dir))
     elif RUNS.is_dir():
-        folders = (RunFolder(path) for path in RUNS.glob(f"{config.run.name}-*"))
+        folders = (RunFolder(path) for path in RUNS.glob(f"{run.name}-*"))
         launched = [folder for folder in folders if folder.launch_file.is_file()]
         yield from sorted(launched, key=lambda folder: folder.launch_file.stat().st_mtime, reverse=True)
 

@@ -14,7 +14,7 @@ from shardwright.train.models.vocabulary import check_vocabulary
 
 
 def model_of(shape: Shape) -> LanguageModel:
-    """The model of that shape, on the default device (`with torch.device("meta")` too)."""
+    """Return the model of that shape, on the default device (`with torch.device("meta")` too)."""
     model = offers_of(shape).model(shape)
     missing = missing_members(model)
     if missing:
@@ -29,7 +29,7 @@ def model_of(shape: Shape) -> LanguageModel:
 
 
 def build_model(model_config: ModelConfig, vocab_size: int) -> LanguageModel:
-    """The model a `[model]` section describes, on the default device.
+    """Return the model a `[model]` section describes, on the default device.
 
     `vocab_size` is the tokenizer's. Raises UserError where the model's vocabulary is smaller; a larger one is
     fine, the rows beyond are never used.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwright.train.config import Config
+from shardwright.train.config import ModelConfig
 from shardwright.train.config.catalog.kinds import base_of
 from shardwright.train.config.shapes.foreign import HuggingFaceShape, is_folder
 from shardwright.train.config.shapes.hub import MissingFile, Unreachable, fetch_file
@@ -22,24 +22,25 @@ TEMPERATURE, TOP_K, NEW_TOKENS = 0.8, 50, 200
 
 
 def generation_settings(
-    config: Config, tokenizer: Tokenizer, say: Callable[[str], None] = lambda text: None
+    model: ModelConfig, tokenizer: Tokenizer, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """The content of generation_config.json: the base's, if it has one, else the defaults of `shardwright generate`.
+    """Return the content of generation_config.json: the base's, if it has one, else the defaults of `shardwright
+    generate`.
 
     Args:
-        config: of the run.
+        model: `[model]` of the run.
         tokenizer: of the run.
         say: gets a notice if it is not known whether the base has this file.
 
     Raises:
         UserError: the file of the base is damaged.
     """
-    base = base_of(config.model.shape())
+    base = base_of(model.shape())
     stored = None if base is None else _settings_of(base, say)
     if stored is not None:
         # With this key transformers may take the values of config.json in place of those of the file.
         stored.pop("_from_model_config", None)
-        return with_ids(stored, config, tokenizer)
+        return with_ids(stored, model, tokenizer)
     settings: dict[str, Any] = {"do_sample": True, "temperature": TEMPERATURE, "top_k": TOP_K}
     # A number of new tokens, since `generate` raises an error for a prompt that is longer than a `max_length`.
     settings |= {"max_new_tokens": NEW_TOKENS, **special_ids(tokenizer)}
@@ -57,10 +58,10 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"bos_token_id": tokenizer.begin, "eos_token_id": end, "pad_token_id": None}
 
 
-def with_ids(values: Mapping[str, Any], config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Values of a base's config.json or generation_config.json with the ids that the run's tokenizer changes: all, or
-    with the base's own tokenizer only further ends."""
-    base = base_of(config.model.shape())
+def with_ids(values: Mapping[str, Any], model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return values of a base's config.json or generation_config.json with the ids that the run's tokenizer changes:
+    all, or with the base's own tokenizer only further ends."""
+    base = base_of(model.shape())
     if base is None or not _is_of(base, tokenizer):
         return {**values, **special_ids(tokenizer)}
     ends = _listed(values.get("eos_token_id"))
@@ -68,20 +69,21 @@ def with_ids(values: Mapping[str, Any], config: Config, tokenizer: Tokenizer) ->
     return {**values, "eos_token_id": [*ends, *further]} if further else dict(values)
 
 
-def ends_of_export(config: Config, tokenizer: Tokenizer) -> list[int]:
+def ends_of_export(model: ModelConfig, tokenizer: Tokenizer) -> list[int]:
     """Ids at which a text of the exported model ends, as far as the files here say."""
-    base = base_of(config.model.shape())
+    base = base_of(model.shape())
     if base is None or not _is_of(base, tokenizer):
         return list(tokenizer.ends)
     try:
         stored = _read(base.folder / GENERATION)
     except UserError:
         stored = None  # `export` raises the error
-    return _listed(with_ids(stored or {}, config, tokenizer).get("eos_token_id"))
+    return _listed(with_ids(stored or {}, model, tokenizer).get("eos_token_id"))
 
 
 def tokenizer_beside(shape: HuggingFaceShape) -> FromFile | None:
-    """The tokenizer beside a model's config.json, also in the hub's cache. None: there is none that can be read."""
+    """Return the tokenizer beside a model's config.json, also in the hub's cache. None: there is none that can be
+    read."""
     file = shape.folder / FILE
     try:
         return FromFile(file) if file.is_file() else None
@@ -90,13 +92,13 @@ def tokenizer_beside(shape: HuggingFaceShape) -> FromFile | None:
 
 
 def _is_of(shape: HuggingFaceShape, tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer is the one beside the model."""
+    """Return whether the tokenizer is the one beside the model."""
     beside = tokenizer_beside(shape)
     return beside is not None and beside.fingerprint == tokenizer.fingerprint
 
 
 def _settings_of(shape: HuggingFaceShape, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """The base's generation_config.json. None: it has none."""
+    """Return the base's generation_config.json. None: it has none."""
     if is_folder(shape.path):
         return _read(Path(shape.path) / GENERATION)
     try:
@@ -109,7 +111,7 @@ def _settings_of(shape: HuggingFaceShape, say: Callable[[str], None]) -> dict[st
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """The content of a JSON file; None: there is no such file."""
+    """Return the content of a JSON file; None: there is no such file."""
     if not file.is_file():
         return None
     try:
@@ -125,5 +127,5 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _listed(value: object) -> list[int]:
-    """An id, a list of ids or None, as a list."""
+    """Return an id, a list of ids or None, as a list."""
     return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]

@@ -24,7 +24,7 @@ def key_map(shape: Shape) -> dict[str, TensorSource | None]:
 
 
 def config_json(shape: Shape) -> dict[str, Any]:
-    """The content of ``config.json`` beside the weights.
+    """Return the content of ``config.json`` beside the weights.
 
     transformers reads the configs of a Llama, and of a hybrid of Mamba-2, attention and dense layers with an output
     layer of its own, as the same model. Nemotron-H routes to experts in another way (sigmoid scores with a bias, where
@@ -36,7 +36,7 @@ def config_json(shape: Shape) -> dict[str, Any]:
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """The shape of the model that a ``config.json`` describes.
+    """Return the shape of the model that a ``config.json`` describes.
 
     Raises:
         UserError: it describes a model, or a variant of one, that is none of those here.

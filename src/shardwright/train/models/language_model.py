@@ -75,19 +75,19 @@ class LanguageModel(nn.Module):
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
-        """The parts that may be gathered and freed one at a time, in the order in which forward runs them."""
+        """Return the parts that may be gathered and freed one at a time, in the order in which forward runs them."""
 
     @abstractmethod
     def head(self) -> list[nn.Module]:
-        """The parts that forward uses last, and the embedding if it has the same matrix."""
+        """Return the parts that forward uses last, and the embedding if it has the same matrix."""
 
     def output_layer(self) -> nn.Module | None:
-        """The module whose result are the logits, before soft caps and scales, for `train.loss_chunks`. None: not
-        known."""
+        """Return the module whose result are the logits, before soft caps and scales, for `train.loss_chunks`. None:
+        not known."""
         return None
 
     def num_params(self) -> int:
-        """Number of parameters; a tied matrix counts once."""
+        """Return the number of parameters; a tied matrix counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, seq_len: int) -> int:
@@ -96,8 +96,8 @@ class LanguageModel(nn.Module):
 
     @staticmethod
     def auxiliary_sums(extras: Any, targets_BS: Tensor) -> dict[str, Tensor]:
-        """The losses in `auxiliary`, from the extras of forward; summed over the trained tokens, those whose target is
-        not -100, so that division by their number gives a mean."""
+        """Return the losses in `auxiliary`, from the extras of forward; summed over the trained tokens, those whose
+        target is not -100, so that division by their number gives a mean."""
         return {}
 
     def read_weights(self) -> None:
@@ -105,7 +105,7 @@ class LanguageModel(nn.Module):
 
 
 def missing_members(model: object) -> list[str]:
-    """The names of members that a model lacks; empty for a language model."""
+    """Return the names of members that a model lacks; empty for a language model."""
     if not isinstance(model, nn.Module):
         return ["torch.nn.Module"]
     # Not hasattr, which would evaluate properties.
@@ -117,7 +117,8 @@ def missing_members(model: object) -> list[str]:
 
 
 def _is_abstract(owner: type, name: str) -> bool:
-    """Whether a class lacks a method that its base class declares. nn.Module has no metaclass that looks for it."""
+    """Return whether a class lacks a method that its base class declares. nn.Module has no metaclass that looks for
+    it."""
     return getattr(getattr(owner, name, None), "__isabstractmethod__", False)
 
 
@@ -128,14 +129,14 @@ def multiplied(model: nn.Module, embedding: nn.Module | None, tied: bool) -> int
 
 
 def draws_numbers(model: nn.Module) -> bool:
-    """Whether a module of the model is a dropout that is not off."""
+    """Return whether a module of the model is a dropout that is not off."""
     dropouts = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
     return any(isinstance(module, dropouts) and module.p > 0 for module in model.modules())
 
 
 @torch.no_grad()
 def sees_later_tokens(model: nn.Module, tokens_1S: Tensor, vocab_size: int) -> bool:
-    """Whether a change of the last token changes logits before it. The model, in evaluation, runs twice.
+    """Return whether a change of the last token changes logits before it. The model, in evaluation, runs twice.
 
     Differences are compared with the one at the last token. Rounding is a millionth of it in float32.
     """

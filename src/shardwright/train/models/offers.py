@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwright.engine.extend import ExtensionError, call
+from shardwright.train.config.axes import Divided, axes_that_divide
 from shardwright.train.config.catalog.kinds import Kind, Layers, Offers, kind_of
 from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.errors import UserError, as_user_errors
@@ -108,13 +109,13 @@ def offers_of_kind(kind: Kind) -> Offers:
 
 
 def layers_of(shape: Any) -> Layers | None:
-    """The layers of a shape's model; None if there are no models with some of them."""
+    """Return the layers of a shape's model; None if there are no models with some of them."""
     layers = offers_of(shape).layers
     return None if layers is None else layers(shape)
 
 
 def offer(shape: Any, what: str, key: str) -> Any:
-    """The function ``what`` of the Offers of a shape's kind. A configuration asks for it with ``key``.
+    """Return the function ``what`` of the Offers of a shape's kind. A configuration asks for it with ``key``.
 
     Raises:
         UserError: it offers no such thing.
@@ -125,6 +126,16 @@ def offer(shape: Any, what: str, key: str) -> Any:
             f"{key}: kind {kind_of(shape).name!r} does not support this, since its Offers have no {what}"
         )
     return value
+
+
+def offer_of_axis(shape: Any, divides: Divided) -> Any:
+    """Return the function of the Offers of a shape's kind that divides this thing of a model over ranks.
+
+    Raises:
+        UserError: models of this kind cannot be divided so.
+    """
+    axis = axes_that_divide(divides)[0]
+    return offer(shape, axis.offer, axis.key)
 
 
 @dataclass(frozen=True)
@@ -144,7 +155,8 @@ class Sizes:
 
 @functools.lru_cache(8)
 def sizes_of(shape: Shape) -> Sizes:
-    """The sizes of the model of that shape. Where the shape's class does not say them the model is built on meta."""
+    """Return the sizes of the model of that shape. Where the shape's class does not say them the model is built on
+    meta."""
     if hasattr(shape, "parameters"):
         return Sizes(shape.parameters, shape.table_numel, shape.largest_parameter)
     import torch
@@ -160,12 +172,13 @@ def tensor_plan(shape: Shape, experts: DeviceMesh | None = None) -> Plan:
 
     The experts of a hybrid may have been spread over `experts` before.
     """
-    plan: Plan = offer(shape, "tensor_plan", "parallel.tensor")(shape, experts)
+    plan: Plan = offer_of_axis(shape, "layers")(shape, experts)
     return plan
 
 
 def uneven(shape: Shape, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
-    """Keys whose values these many tensor-parallel ranks cannot cut, the values, and of what they must be multiples."""
-    offer(shape, "tensor_plan", "parallel.tensor")
+    """Return the keys whose values these many tensor-parallel ranks cannot cut, the values, and of what they must be
+    multiples."""
+    offer_of_axis(shape, "layers")
     sizes = offers_of(shape).uneven
     return [] if sizes is None else sizes(shape, seq_len, ranks)

@@ -46,7 +46,7 @@ def check_class(owner: str, model: nn.Module, auxiliary: object) -> None:
 
 
 def called(owner: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a user's function.
+    """Return the result of a user's function.
 
     Raises:
         ExtensionError: the function raised an error that is not about memory or about other ranks.
@@ -62,7 +62,7 @@ def called(owner: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def check_logits(owner: str, logits: Any, targets_BS: Tensor, vocab_size: int) -> Tensor:
-    """The logits that forward returned, float [B, S, V] with V >= ``vocab_size``.
+    """Return the logits that forward returned, float [B, S, V] with V >= ``vocab_size``.
 
     Raises:
         ExtensionError: forward returned something else.
@@ -78,7 +78,7 @@ def check_logits(owner: str, logits: Any, targets_BS: Tensor, vocab_size: int) -
 
 
 def check_pair(owner: str, returned: Any) -> tuple[Any, Any]:
-    """The logits and the extras that forward returned with ``extras=True``.
+    """Return the logits and the extras that forward returned with ``extras=True``.
 
     Raises:
         ExtensionError: forward returned something else.
@@ -94,7 +94,7 @@ def check_pair(owner: str, returned: Any) -> tuple[Any, Any]:
 def auxiliary_sums(
     owner: str, function: Callable[..., Any], names: Mapping[str, float], extras: Any, targets_BS: Tensor
 ) -> list[Tensor]:
-    """The losses beside the cross-entropy, each 0-d, in the order of ``names``.
+    """Return the losses beside the cross-entropy, each 0-d, in the order of ``names``.
 
     Raises:
         ExtensionError: ``auxiliary_sums`` raised an error, or returned something other than one number for each name.

@@ -61,7 +61,7 @@ class Documents:
         self.lengths: list[int] = [length for length in lengths if length]
 
     def before(self, length: int) -> Documents:
-        """The documents of the first `length` tokens of each sample."""
+        """Return the documents of the first `length` tokens of each sample."""
         if length == self.numbers_BS.shape[1]:
             return self
         parts = (self.numbers_BS, self.counted_BS, self.owners_BS)
@@ -87,7 +87,7 @@ class Documents:
         return torch.cat((self.starts_BS[:, 1:], torch.ones_like(self.starts_BS[:, :1])), dim=1)
 
     def mask(self) -> Tensor:
-        """The tokens (the last dimension) that each token sees: bool [B, S, S]."""
+        """Return the tokens (the last dimension) that each token sees: bool [B, S, S]."""
         # Both tokens have the same first token, so both are of one document. Lower triangle: none is later.
         return (self.first_BS.unsqueeze(2) == self.first_BS.unsqueeze(1)).tril()
 
@@ -106,7 +106,7 @@ class Documents:
 def documents_of(
     documents_BS: Tensor | None, tokens_BS: Tensor, edges: Tensor | None = None
 ) -> Documents | None:
-    """The Documents of the arguments `documents` and `edges` of a model's forward; None without documents.
+    """Return the Documents of the arguments `documents` and `edges` of a model's forward; None without documents.
 
     Raises:
         ValueError: the numbers have another shape than the tokens.
@@ -122,7 +122,7 @@ def documents_of(
 
 
 def within_trained(targets_BS: Tensor) -> Tensor:
-    """The tokens that are not after the last trained one of their sample: bool [B, S].
+    """Return the tokens that are not after the last trained one of their sample: bool [B, S].
 
     The others are padding, or tokens that no cross-entropy depends on. Losses beside it must not count them either.
     """
@@ -130,7 +130,7 @@ def within_trained(targets_BS: Tensor) -> Tensor:
 
 
 def whole(loss: Tensor) -> Tensor:
-    """The whole of a loss or of logits that tensor parallelism may have cut."""
+    """Return the whole of a loss or of logits that tensor parallelism may have cut."""
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
@@ -171,7 +171,7 @@ def attend(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, documents: Documents)
 def attend_part(
     q_BRHK: Tensor, k_BKHK: Tensor, v_BKHK: Tensor, documents: Documents | None, part: Part
 ) -> Tensor:
-    """The same for some tokens of each sample, to keys that end with the last of them: [B, rows, H, K].
+    """Return the same for some tokens of each sample, to keys that end with the last of them: [B, rows, H, K].
 
     Without documents a sample is one. CUDA has a kernel without a mask for both.
     """

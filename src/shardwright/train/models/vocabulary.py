@@ -15,7 +15,8 @@ KEY = "vocab_size"
 
 
 def with_vocabulary(config: Config) -> Config:
-    """The configuration with the `model.vocab_size` of the tokenizer, if it has none. Presets keep theirs for bytes.
+    """Return the configuration with the `model.vocab_size` of the tokenizer, if it has none. Presets keep theirs for
+    bytes.
 
     Raises:
         UserError: the vocabulary that is set is smaller, or the tokenizer cannot be read.

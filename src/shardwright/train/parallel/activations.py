@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardwright.activations import (
     SELECTIVE,
@@ -21,25 +21,36 @@ from shardwright.engine.compat import allow_graphs, compiled_graphs, set_activat
 from shardwright.train.models.language_model import LanguageModel
 
 if TYPE_CHECKING:  # pydantic is not there where only the benchmarks run
-    from shardwright.train.config import Config
+    from shardwright.train.config import ActivationConfig
 
 GRAPHS = 8  #: that torch may make of each kind of block
 
 
-def prepare_blocks(model: LanguageModel, config: Config) -> None:
+def prepare_blocks(
+    model: LanguageModel, settings: ActivationConfig, compile: str = "none", are_cut: bool = False
+) -> None:
     """Checkpoint the activations of the model's blocks, compile the blocks, and let activations wait in the host's
-    memory, as far as `config` says so."""
-    _checkpoint_and_compile(model, config)
-    settings, blocks = config.activations, model.blocks()
+    memory, as far as `settings` say so.
+
+    Args:
+        model: the model.
+        settings: `[activations]`.
+        compile: the value of `train.compile`.
+        are_cut: ranks divide the layers of the model.
+    """
+    _checkpoint_and_compile(model, settings, compile, are_cut)
+    blocks = model.blocks()
     if settings.offload == "inputs" and settings.checkpoint == "layers":
         blocks = blocks[:: settings.every]
     if settings.offload != "none":
         offload_activations(blocks, settings.offload, min_bytes=SMALLEST)
 
 
-def _checkpoint_and_compile(model: LanguageModel, config: Config) -> None:
-    settings, blocks = config.activations, model.blocks()
-    if config.train.compile == "none":
+def _checkpoint_and_compile(
+    model: LanguageModel, settings: ActivationConfig, compile: str, are_cut: bool
+) -> None:
+    blocks = model.blocks()
+    if compile == "none":
         checkpoint_blocks(blocks, settings.checkpoint, settings.every, model.draws)
         return
     # The setting is one of the whole process. With less than 1 "ops" cannot be compiled.
@@ -48,21 +59,21 @@ def _checkpoint_and_compile(model: LanguageModel, config: Config) -> None:
     allow_graphs(GRAPHS * len({tuple(map(type, block.modules())) for block in blocks}))
     # torch compiles a block with its checkpoint, and so computes again only what backward reads. Not where layers are
     # cut over tensor-parallel ranks: of blocks that keep nothing it takes the mesh for a tensor to keep.
-    apart = config.parallel.tensor > 1 and settings.checkpoint not in SELECTIVE
+    apart = are_cut and settings.checkpoint not in SELECTIVE
     if not apart:
         checkpoint_blocks(blocks, settings.checkpoint, settings.every, model.draws)
-    compile_blocks(blocks, config.train.compile, model.whole_graph)
+    compile_blocks(blocks, compile, model.whole_graph)
     if apart:
         checkpoint_blocks(blocks, settings.checkpoint, settings.every, model.draws)
 
 
-def prepare_loss(model: LanguageModel, config: Config) -> LossInForward | None:
-    """Let the model's forward end with a loss of logits that are never whole, as far as `config` says so."""
-    if not config.train.loss_chunks:
+def prepare_loss(model: LanguageModel, chunks: int | Literal["auto"]) -> LossInForward | None:
+    """Let the model's forward end with a loss of logits that are never whole, if there are `chunks` of them."""
+    if not chunks:
         return None
     head = model.output_layer()
     assert head is not None  # else `model_conflicts` has refused it
-    return LossInForward(model, head, config.train.loss_chunks)
+    return LossInForward(model, head, chunks)
 
 
 class Recompiles:

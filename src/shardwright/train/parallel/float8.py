@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.train.config import Config
+from shardwright.train.config.values import BuildSettings
 from shardwright.train.errors import UserError
 from shardwright.train.models.language_model import LanguageModel
 
@@ -22,13 +22,13 @@ CAPABILITY = (8, 9)  #: from which on GPUs multiply in float8
 MULTIPLE = 16  #: of which every size of such a product is one
 
 
-def check_float8(config: Config, kind: str) -> None:
+def check_float8(recipe: str, kind: str) -> None:
     """Raise if torchao is missing or the device does not multiply in float8."""
-    if config.train.float8 == "none":
+    if recipe == "none":
         return
     if importlib.util.find_spec("torchao") is None:
         raise UserError(
-            f"train.float8: {config.train.float8!r} needs torchao, found none; install the extra float8, or set it "
+            f"train.float8: {recipe!r} needs torchao, found none; install the extra float8, or set it "
             "to 'none'"
         )
     device = "the CPU"
@@ -43,19 +43,18 @@ def check_float8(config: Config, kind: str) -> None:
     )
 
 
-def convert(model: LanguageModel, config: Config) -> None:
+def convert(model: LanguageModel, settings: BuildSettings) -> None:
     """Let the linear layers of blocks multiply in float8, but for those that choose experts. Before anything is cut.
 
     Raises UserError for a layer with a size that float8 cannot have.
     """
-    recipe = config.train.float8
-    if recipe == "none":
+    if settings.float8 == "none":
         return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    settings = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(recipe),
-        enable_fsdp_float8_all_gather=config.gathers_float8,
+    recipe = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(settings.float8),
+        enable_fsdp_float8_all_gather=settings.gathers_float8,
     )
 
     def is_converted(layer: nn.Module, name: str) -> bool:
@@ -70,14 +69,14 @@ def convert(model: LanguageModel, config: Config) -> None:
         return True
 
     for block in model.blocks():
-        convert_to_float8_training(block, module_filter_fn=is_converted, config=settings)
+        convert_to_float8_training(block, module_filter_fn=is_converted, config=recipe)
         for name, layer in block.named_modules():
-            if config.gathers_float8 and is_converted(layer, name):
+            if settings.gathers_float8 and is_converted(layer, name):
                 layer.register_state_dict_post_hook(_put_plain_weight)
 
 
 def _chooses_experts(name: str) -> bool:
-    """Whether a layer of that name gives the scores of experts: near ties must not fall by rounding."""
+    """Return whether a layer of that name gives the scores of experts: near ties must not fall by rounding."""
     return not {"router", "gate"}.isdisjoint(name.split("."))
 
 
@@ -96,9 +95,11 @@ def _put_plain_weight(layer: nn.Module, state: dict[str, Any], prefix: str, meta
         )
 
 
-def prepare_scales(model: nn.Module, config: Config) -> None:
-    """After weights have changed: the scales of all of them by one all-reduce, instead of one each in their gathers."""
-    if config.gathers_float8:
-        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+def prepare_scales(model: nn.Module) -> None:
+    """Compute the scales of weights that are gathered in float8 by one all-reduce, not one each in their gathers.
 
-        precompute_float8_dynamic_scale_for_fsdp(model)
+    Called after the weights have changed.
+    """
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)

@@ -23,7 +23,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def engine_policy(model: LanguageModel, config: ParallelConfig) -> sw.PrecisionPolicy:
-    """The same for every unit of `model`, whose parameters are not cut yet.
+    """Return the same for every unit of `model`, whose parameters are not cut yet.
 
     Inputs are not cast: the residual stream has the compute dtype from the embedding on, and the rotary tables, which
     blocks receive as arguments, stay float32. Raises UserError for a pattern that fits no parameter, or one that must

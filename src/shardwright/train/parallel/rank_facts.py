@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardwright.train.config import Config
+from shardwright.train.config import RunConfig
 from shardwright.train.errors import UserError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -25,7 +25,7 @@ def under_launcher() -> bool:
 
 
 def collective_timeout() -> timedelta:
-    """The time to wait for other ranks. Raises UserError if SHARDWRIGHT_TIMEOUT is no valid time."""
+    """Return the time to wait for other ranks. Raises UserError if SHARDWRIGHT_TIMEOUT is no valid time."""
     text = os.environ.get("SHARDWRIGHT_TIMEOUT")
     if not text:
         return COLLECTIVE_TIMEOUT
@@ -38,11 +38,11 @@ def collective_timeout() -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def choose_device(config: Config) -> str:
-    """cpu or cuda. Raises UserError if the configuration has cuda and there is none."""
-    if config.run.device == "cuda" and not torch.cuda.is_available():
+def choose_device(run: RunConfig) -> str:
+    """Return cpu or cuda. Raise UserError if the configuration has cuda and there is none."""
+    if run.device == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device: expected a CUDA device, found none; set run.device to cpu or auto")
-    return "cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu"
+    return "cuda" if run.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def rank_and_size() -> tuple[int, int]:

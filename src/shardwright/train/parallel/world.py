@@ -17,7 +17,7 @@ from shardwright.context import Split
 from shardwright.engine.comm import make_mesh, noted
 from shardwright.engine.compat import has_expandable_segments, use_one_gloo_thread
 from shardwright.train.config import Config, ParallelConfig
-from shardwright.train.config.dims import CONTEXT, ParallelDims
+from shardwright.train.config.axes import ParallelDims
 from shardwright.train.errors import UserError
 from shardwright.train.parallel.affinity import bind_to_node_of
 from shardwright.train.parallel.checks import check_device, check_ranks
@@ -45,10 +45,12 @@ class World:
 
     @classmethod
     def of(cls, config: ParallelConfig, rank: int, size: int, device: torch.device) -> World:
-        """The world of one of `size` ranks, whose process group exists. Called by all ranks together."""
-        dims = ParallelDims.of(config, size)
+        """Return the world of one of `size` ranks, whose process group exists. Called by all ranks together."""
+        dims = config.dims(size)
         mesh = _mesh_of(dims.axes, device)
-        context = Split(_mesh_of(dims.context_axes, device)[CONTEXT]) if dims.context > 1 else None
+        context = None
+        if dims.parts_of("samples") > 1:
+            context = Split(_mesh_of(dims.context_axes, device)[tuple(dims.axes_of("samples"))])
         return cls(rank, device, mesh, dims, context)
 
     @property
@@ -85,11 +87,12 @@ def _mesh_of(axes: Mapping[str, int], device: torch.device) -> DeviceMesh:
 
 
 def pick_device(config: Config) -> torch.device:
-    """The device of this rank. Raises UserError for what this rank, or every rank, cannot run. Waits for nobody."""
+    """Return the device of this rank. Raises UserError for what this rank, or every rank, cannot run. Waits for
+    nobody."""
     _, size = rank_and_size()
     check_ranks(config, size)
-    kind = choose_device(config)
-    check_device(config, kind)
+    kind = choose_device(config.run)
+    check_device(config.train, kind)
     device = torch.device(kind)
     if kind == "cuda":
         # Who has made the group has chosen the device.
@@ -106,7 +109,8 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def _local_gpu() -> int:
-    """The index of this rank's GPU among those that it sees. A scheduler may show each rank one GPU of its own."""
+    """Return the index of this rank's GPU among those that it sees. A scheduler may show each rank one GPU of its
+    own."""
     local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if local < count:
         return local

@@ -64,7 +64,7 @@ class _Table:
 
 
 def imported_device(system: str) -> Imported:
-    """The tables of a system of the package, such as ``h100_sxm``.
+    """Return the tables of a system of the package, such as ``h100_sxm``.
 
     Raises:
         UserError: the package is not installed; it does not have the system, or a table of it; a file is not as
@@ -134,7 +134,7 @@ def imported_device(system: str) -> Imported:
 
 
 def _installed() -> tuple[Path, str]:
-    """The folder of the package's systems, and its version."""
+    """Return the folder of the package's systems, and its version."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise UserError(f"--import: expected the package {DISTRIBUTION}, found none; {INSTALL}")
@@ -151,7 +151,7 @@ def _installed() -> tuple[Path, str]:
 
 
 def _facts(folder: Path, system: str) -> Mapping[str, Any]:
-    """The figures of a system."""
+    """Return the figures of a system."""
     import yaml
 
     names = sorted(each.stem for each in folder.glob("*.yaml") if (folder / "data" / each.stem).is_dir())
@@ -182,7 +182,7 @@ def _fact(facts: Mapping[str, Any], system: str, section: str, name: str) -> flo
 def _read(
     data: Path, family: str, framework: str, name: str, columns: Sequence[str], only: Mapping[str, Any]
 ) -> _Table:
-    """The columns of the newest table of a framework, of rows that have the values ``only``."""
+    """Return the columns of the newest table of a framework, of rows that have the values ``only``."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -214,7 +214,7 @@ def _version(file: Path) -> tuple[int, ...]:
 
 
 def _points(rows: Iterable[tuple[tuple[int, ...], float]]) -> list[Point]:
-    """Sizes and seconds, from rows of sizes and milliseconds; the median of rows with the same sizes."""
+    """Return the sizes and seconds, from rows of sizes and milliseconds; the median of rows with the same sizes."""
     seconds: dict[tuple[int, ...], list[float]] = defaultdict(list)
     for sizes, milliseconds in rows:
         if milliseconds > 0:
@@ -223,7 +223,7 @@ def _points(rows: Iterable[tuple[tuple[int, ...], float]]) -> list[Point]:
 
 
 def _collectives(nccl: _Table, node: int) -> tuple[int, dict[str, list[list[float]]]]:
-    """The most GPUs of a node that have measured all collectives, and points of bytes and seconds."""
+    """Return the most GPUs of a node that have measured all collectives, and points of bytes and seconds."""
     by_ranks: dict[int, dict[str, list[tuple[tuple[int, ...], float]]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -242,8 +242,10 @@ def _collectives(nccl: _Table, node: int) -> tuple[int, dict[str, list[list[floa
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """At most so many of the points, evenly over the logarithms of their sizes: of each cell of a grid the point with
-    the median rate, so that no chosen point is an exception."""
+    """Return at most `most` of the points, evenly over the logarithms of their sizes.
+
+    Of each cell of a grid the point with the median rate is taken, so that no chosen point is an exception.
+    """
     octaves = 0.0
     cells: dict[tuple[int, ...], list[Point]] = {}
     while not octaves or len(cells) > most:
@@ -260,7 +262,7 @@ def _seconds_of_one(point: Point) -> float:
 
 
 def _words(chosen: Sequence[Point], points: Sequence[Point]) -> str:
-    """The number of chosen points, and how far a plan is off for others."""
+    """Return the number of chosen points, and how far a plan is off for others."""
     others = sorted(set(points) - set(chosen))
     errors = []
     for *sizes, seconds in others[:: max(len(others) // CHECKED, 1)]:
@@ -273,7 +275,7 @@ def _words(chosen: Sequence[Point], points: Sequence[Point]) -> str:
 def _speed(
     facts: Mapping[str, Any], system: str, name: str, package: str
 ) -> tuple[dict[str, Any], float, str]:
-    """The table ``[speed]``, the memory in GiB, and the source of what the package does not have, in words."""
+    """Return the table ``[speed]``, the memory in GiB, and the source of what the package does not have, in words."""
 
     def number(section: str, key: str) -> float:
         return _fact(facts, system, section, key)
@@ -303,7 +305,7 @@ def _speed(
 
 
 def _generation(version: float) -> str:
-    """The generation of a GPU, from its compute capability without the point."""
+    """Return the generation of a GPU, from its compute capability without the point."""
     for least, generation in GENERATIONS:
         if version >= least:
             return generation
@@ -311,7 +313,7 @@ def _generation(version: float) -> str:
 
 
 def _nearest(generation: str, name: str, peak: float, gib: float) -> tuple[str, Device]:
-    """The known device with the name, else the one of the generation whose peak and memory are nearest."""
+    """Return the known device with the name, else the one of the generation whose peak and memory are nearest."""
 
     def distance(item: tuple[str, Device]) -> tuple[bool, float, float]:
         device = item[1]

@@ -109,7 +109,7 @@ def _beside_kernels(
 
 
 def _figures(measured: Measured, ranks: int, kind: Kind) -> Figures:
-    """The figures beside the times: peaks of products and of bandwidth, and links."""
+    """Return the figures beside the times: peaks of products and of bandwidth, and links."""
     flops: dict[str, float] = {}
     bandwidth = 1e9
     for table, points in measured.kernels.items():

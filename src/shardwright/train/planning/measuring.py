@@ -42,7 +42,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def measured_by_ranks(task: Task, ranks: int, kind: Kind) -> list[dict[str, Any]]:
-    """The measurements of each rank.
+    """Return the measurements of each rank.
 
     Raises:
         UserError: a rank has failed.
@@ -100,7 +100,7 @@ def _rank(task: Task, rank: int, ranks: int, kind: Kind, folder: str) -> None:
 def measure(
     task: Task, rank: int, ranks: int, kind: Kind, folder: str, timer: Timer | None = None
 ) -> dict[str, Any]:
-    """The measurements of one rank: of operations, collectives and steps, each in every pass."""
+    """Return the measurements of one rank: of operations, collectives and steps, each in every pass."""
     device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank)
     if kind == "cpu":
         torch.set_num_threads(1)
@@ -148,7 +148,7 @@ def measure(
 
 
 def _step(config: Config, rank: int, ranks: int, device: torch.device) -> float:
-    """Seconds of the host for a step of a small job."""
+    """Return the seconds of the host for a step of a small job."""
     world = World.of(config.parallel, rank, ranks, device)
     trainer = Trainer(config, world, cast(Dataset, AbsentData.of(config, ranks)), reads_weights=False)
     # With a GPU another thread makes the backward.

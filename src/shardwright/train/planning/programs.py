@@ -59,25 +59,25 @@ class LogitsAlone(Hooks):
         super().__init__()
         if config.run.hooks and config.validation.every:
             with as_user_errors(ExtensionError):
-                self.validation_metrics = hooks_of(config).validation_metrics
+                self.validation_metrics = hooks_of(config.run.hooks).validation_metrics
 
     def validate(self, logits: Tensor, targets: Tensor) -> list[float | Tensor]:
         return [0.0] * (2 * len(self.validation_metrics))
 
 
 def stages_checkpoints(config: Config) -> bool:
-    """Whether a checkpoint is copied to the host's memory and written later. The last one is written at once."""
+    """Return whether a checkpoint is copied to the host's memory and written later. The last one is written at once."""
     checkpoint = config.checkpoint
     return checkpoint.asynchronous and 0 < checkpoint.every < config.train.steps
 
 
 def program_of(config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda") -> Program:
-    """The program of rank 0 of ``ranks``: the model is built, then two steps, a validation and a save.
+    """Return the program of rank 0 of ``ranks``: the model is built, then two steps, a validation and a save.
 
     ``kind``: of the devices. The process must not have joined a process group.
 
     Raises:
-        UserError: the configuration does not fit so many ranks, or has a setting that no plan covers.
+        UserError: the configuration does not fit the number of ranks, or has a setting that no plan covers.
     """
     check_division(config, ranks)
     refuse(PLANNED, config)
@@ -156,7 +156,8 @@ def _graphs_for(config: Config, ranks: int, kind: Literal["cpu", "cuda"]) -> Ite
 
 
 def _as_blocks_see_it(config: Config) -> Config:
-    """The configuration without settings that change no graph of a block: how ranks divide the model, and the loss.
+    """Return the configuration without settings that change no graph of a block: how ranks divide the model, and the
+    loss.
 
     Kinds of checkpoints count only if torch.compile does not tell them apart: it sees their functions, and no budget.
     """
@@ -173,7 +174,7 @@ def _as_blocks_see_it(config: Config) -> Config:
 def composed_program(
     config: Config, ranks: int, kind: Literal["cpu", "cuda"] = "cuda", shared: Shared | None = None
 ) -> Program | None:
-    """The same program, from those of two or three shorter jobs: with fewer layers or micro-batches.
+    """Return the same program, from those of two or three shorter jobs: with fewer layers or micro-batches.
 
     None: their traces would not be shorter together, or do not agree on how a program grows. ``shared``: by its traces.
     """
@@ -212,7 +213,7 @@ def traced_program(
     watching: Callable[[ProgramRecorder], AbstractContextManager[object]] = lambda _: nullcontext(),
     shared: Shared | None = None,
 ) -> Program:
-    """The same program, from a trace of the whole job.
+    """Return the same program, from a trace of the whole job.
 
     Args:
         config, ranks, kind: as for `program_of`.

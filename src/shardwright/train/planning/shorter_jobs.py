@@ -13,7 +13,6 @@ from typing import Any
 
 from shardwright.engine.extend import layouts, memories, strategies
 from shardwright.train.config.catalog.optimizers import optimizers
-from shardwright.train.config.dims import ParallelDims
 from shardwright.train.config.schema import Config
 from shardwright.train.models.offers import layers_of
 
@@ -30,7 +29,7 @@ class Series:
     Attributes:
         parts: of the configuration that is planned.
         least: parts with which the first and the last ones no longer change.
-        of: the configuration with so many parts.
+        of: makes the configuration with a number of parts.
         traces: configurations from which a plan is made, each with one part more than the one before.
     """
 
@@ -40,7 +39,8 @@ class Series:
     traces: int = 2
 
     def saves(self, least: int) -> bool:
-        """Whether the configurations from which a plan is made, of ``least`` parts and more, have fewer together."""
+        """Return whether the configurations from which a plan is made, of ``least`` parts and more, have fewer
+        together."""
         return self.parts > sum(least + i for i in range(self.traces))
 
 
@@ -61,7 +61,7 @@ def series_of(config: Config, ranks: int) -> Iterator[Series]:
 
 
 def _of_micro_batches(config: Config, ranks: int) -> Series:
-    count = config.train.accumulation_steps(ParallelDims.of(config.parallel, ranks).data)
+    count = config.train.accumulation_steps(config.parallel.dims(ranks).data)
 
     def of(parts: int) -> Config:
         train = config.train.model_copy(update={"global_batch": config.train.global_batch // count * parts})
@@ -108,7 +108,7 @@ def _traces(config: Config) -> int:
 
 
 def _repeated(items: Sequence[Hashable]) -> tuple[int, int, int]:
-    """The longest part of a list that repeats a piece: its first item, the piece's length, and how often."""
+    """Return the longest part of a list that repeats a piece: its first item, the piece's length, and how often."""
     best = 0, 0, 0
     for period in range(1, len(items) // 2 + 1):
         first = 0

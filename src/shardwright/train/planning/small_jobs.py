@@ -39,7 +39,7 @@ def job(
     head_dim: int = 32,
     **others: Any,
 ) -> dict[str, Any]:
-    """A Llama. ``others``: further tables."""
+    """Return a Llama. ``others``: further tables."""
     heads = max(dim // head_dim, 2)
     model = {
         "kind": "llama", "dim": dim, "n_layers": layers, "n_heads": heads, "n_kv_heads": heads // 2,
@@ -49,7 +49,7 @@ def job(
 
 
 def training(seq_len: int, batch: int) -> dict[str, Any]:
-    """The tables of a job beside its model."""
+    """Return the tables of a job beside its model."""
     return {"data": {"workers": 0}, "train": {"steps": 1000, "seq_len": seq_len, "micro_batch": batch}}
 
 
@@ -91,7 +91,7 @@ ON_GPU = Task(
 
 
 def configured(values: Mapping[str, Any], ranks: int) -> Config:
-    """The configuration of a small job on so many ranks: one micro-batch a step on each."""
+    """Return the configuration of a small job on `ranks` ranks: one micro-batch a step on each."""
     tables: dict[str, Any] = copy.deepcopy(dict(values))
     tables["train"]["global_batch"] = tables["train"]["micro_batch"] * ranks
     return checked_config(tables, "a job of calibrate", ranks=ranks)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardwright.engine import heartbeat
 from shardwright.engine.compat import call_before_compiling
-from shardwright.train.config import Config
+from shardwright.train.config import FaultConfig
 from shardwright.train.errors import UserError
 from shardwright.train.launch.judgement import end_of_hang
 from shardwright.train.launch.resume import to_continue
@@ -27,23 +27,25 @@ KEY = "fault.stall_seconds"
 """The setting in messages."""
 
 
-def write_heartbeat(config: Config, rank: int, size: int, folder: Path) -> None:
-    """Write the heartbeat of a rank of our launcher until the process ends."""
-    if not config.fault.stall_seconds:
+def write_heartbeat(fault: FaultConfig, compile: str, rank: int, size: int, folder: Path) -> None:
+    """Write the heartbeat of a rank of our launcher until the process ends. `compile`: the value of `train.compile`."""
+    if not fault.stall_seconds:
         return
     beat = _opened(rank, size)
     atexit.register(heartbeat.close_heartbeat)
-    Watcher(beat, {rank: HeartbeatReader(beat)}, _settings(config, folder, judges=False))
-    _prepare(config)
+    Watcher(beat, {rank: HeartbeatReader(beat)}, _settings(fault, folder, judges=False))
+    _prepare(compile)
 
 
 @contextmanager
-def watched(config: Config, folder: Path, record: Callable[[Outcome], None]) -> Iterator[None]:
+def watched(
+    fault: FaultConfig, compile: str, folder: Path, record: Callable[[Outcome], None]
+) -> Iterator[None]:
     """Watch the ranks of a job without our launcher. All of them call it, inside their process group.
 
     ``record``: called on one rank with the end of a job that hangs.
     """
-    if not config.fault.stall_seconds:
+    if not fault.stall_seconds:
         yield
         return
 
@@ -51,17 +53,17 @@ def watched(config: Config, folder: Path, record: Callable[[Outcome], None]) -> 
         record(end_of_hang(hang.verdict))
 
     try:
-        settings = _settings(config, folder, record=keep)
+        settings = _settings(fault, folder, record=keep)
         watch = start(replace(settings, frame=lambda text: _framed(RunFolder(folder), text)))
     except OSError as error:
         raise UserError(f"{KEY}: {error} 0 is no watch") from error
-    _prepare(config)
+    _prepare(compile)
     with watch:
         yield
 
 
 def _framed(folder: RunFolder, text: str) -> str:
-    """The text that our launcher prints about a hang: an error, and how to continue."""
+    """Return the text that our launcher prints about a hang: an error, and how to continue."""
     _, size = rank_and_size()
     text = text if size > 1 else text.removeprefix("rank 0: ")
     return "\n".join([f"error: {text}", "the job has ended", *to_continue(folder, size)])
@@ -78,14 +80,14 @@ def _opened(rank: int, size: int) -> heartbeat.Heartbeat:
 
 
 def _settings(
-    config: Config, folder: Path, judges: bool = True, record: Callable[[Hang], None] | None = None
+    fault: FaultConfig, folder: Path, judges: bool = True, record: Callable[[Hang], None] | None = None
 ) -> WatchSettings:
     return WatchSettings(
-        config.fault.stall_seconds, folder / "hangs", KEY, judges=judges, strict=True, record=record
+        fault.stall_seconds, folder / "hangs", KEY, judges=judges, strict=True, record=record
     )
 
 
-def _prepare(config: Config) -> None:
+def _prepare(compile: str) -> None:
     """Let compilation take its time: later steps may compile again."""
-    if config.train.compile != "none":
+    if compile != "none":
         call_before_compiling(heartbeat.be_patient)

@@ -20,8 +20,7 @@ from shardwright.train.config.mistakes import in_one_line
 from shardwright.train.errors import UserError
 from shardwright.train.launch.signals import restore_handlers
 from shardwright.train.models.vocabulary import with_vocabulary
-from shardwright.train.rank.complaints import complaint_of
-from shardwright.train.rank.process import IndependentRank, train_together
+from shardwright.train.rank.process import IndependentRank, complaint_of, train_together
 from shardwright.train.run.exits import Outcome
 from shardwright.train.run.finding import CONTINUE
 from shardwright.train.run.folder import RunFolder

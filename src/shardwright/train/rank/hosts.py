@@ -22,7 +22,7 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def host_key() -> str:
-    """A key that two processes share if they run on one host, in one container.
+    """Return a key that two processes share if they run on one host, in one container.
 
     Containers of one machine may have the same host name, and different machines, too.
     """
@@ -69,7 +69,7 @@ def use_one_network(store: dist.Store, rank: int, size: int) -> None:
 
 
 def two_hosts(addresses: Sequence[HostAddress]) -> list[HostAddress]:
-    """An address of the first host and one of another, if there is one; reachable ones if there are any."""
+    """Return an address of the first host and one of another, if there is one; reachable ones if there are any."""
     by_host: dict[str, HostAddress] = {}
     for address in sorted(addresses, key=lambda each: not each.is_reachable):
         by_host.setdefault(address.host, address)
@@ -78,7 +78,7 @@ def two_hosts(addresses: Sequence[HostAddress]) -> list[HostAddress]:
 
 
 def gloo_interface(address: HostAddress, known: Sequence[HostAddress]) -> str:
-    """The interface for gloo. `known` has one address if all ranks are on one host. Empty: gloo decides."""
+    """Return the interface for gloo. `known` has one address if all ranks are on one host. Empty: gloo decides."""
     if len(known) == 1:
         return loopback()
     if address.is_reachable:
@@ -89,12 +89,12 @@ def gloo_interface(address: HostAddress, known: Sequence[HostAddress]) -> str:
 
 
 def loopback() -> str:
-    """The loopback interface of this host."""
+    """Return the loopback interface of this host."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
 def own_address(host: str, port: int) -> str:
-    """The address from which this host sends to another one. Sends nothing. Empty if there is no way."""
+    """Return the address from which this host sends to another one. Sends nothing. Empty if there is no way."""
     try:
         for family, _, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -106,7 +106,7 @@ def own_address(host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has an address; empty if none has."""
+    """Return the interface that has an address; empty if none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in addresses):
             return name

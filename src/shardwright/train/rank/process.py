@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
@@ -21,21 +22,21 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shardwright.engine import is_lost_contact
 from shardwright.train.config import Config
-from shardwright.train.errors import UserError
+from shardwright.train.errors import JobError, UserError, steps_done
 from shardwright.train.launch.environment import (
     FOLDER_VARIABLE,
     LAUNCHER_VARIABLE,
     SPEAKING,
     attempt_of_launcher,
 )
-from shardwright.train.launch.forecast import forecast, note_out_of_memory
-from shardwright.train.launch.job_end import Complaint, JobEnd
+from shardwright.train.launch.forecast import forecast, is_out_of_memory, note_out_of_memory
+from shardwright.train.launch.job_end import Complaint, JobEnd, Kind
 from shardwright.train.launch.opening import OpenedRun, refuse_resume
 from shardwright.train.launch.relay import note_mistake
 from shardwright.train.parallel.rank_facts import collective_timeout, rank_and_size
 from shardwright.train.parallel.world import World, join_world
-from shardwright.train.rank.complaints import complaint_of
 from shardwright.train.rank.hang_watch import watched, write_heartbeat
 from shardwright.train.rank.rendezvous import fresh_store
 from shardwright.train.rank.shared_folder import open_together
@@ -59,8 +60,11 @@ def train_alone(config: Config, run: OpenedRun) -> int:
     """
     START.doing("reading the data")
     try:
-        dataset = read_data(config, progress=True)
-        with join_world(config) as world, watched(config, run.folder.path, run.job_end.write):
+        dataset = read_data(config.for_data, progress=True)
+        with (
+            join_world(config) as world,
+            watched(config.fault, config.train.compile, run.folder.path, run.job_end.write),
+        ):
             end = train(config, run, dataset, world)
     except BaseException as error:
         run.job_end.write(complaint_of(error, 0).end)
@@ -145,7 +149,7 @@ class LaunchedRank:
         return _met(rank, size)
 
     def open(self, config: Config, resume: str | None, world: World) -> OpenedRun:
-        """The folder that the launcher chose. The first rank shares its lock."""
+        """Return the folder that the launcher chose. The first rank shares its lock."""
         folder = RunFolder(Path(os.environ[FOLDER_VARIABLE]))
         lock = share(folder.path) if world.is_first else nullcontext()
         return OpenedRun(lock, resume is not None, JobEnd(folder, attempt_of_launcher(), speaks=False))
@@ -153,7 +157,7 @@ class LaunchedRank:
     def watch(
         self, config: Config, run: OpenedRun, world: World, store: dist.Store
     ) -> AbstractContextManager[None]:
-        write_heartbeat(config, world.rank, world.size, run.folder.path)
+        write_heartbeat(config.fault, config.train.compile, world.rank, world.size, run.folder.path)
         return nullcontext()
 
     def failed(self, complaint: Complaint) -> int:
@@ -169,14 +173,14 @@ class LaunchedRank:
 
 
 def _met(rank: int, size: int) -> dist.Store:
-    """The store of the ranks of this attempt."""
+    """Return the store of the ranks of this attempt."""
     patience = max(collective_timeout(), PATIENCE)
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=patience)))
     return fresh_store(store, rank, size, patience.total_seconds())
 
 
 def _contact() -> dist.TCPStore:
-    """The launcher's store."""
+    """Return the launcher's store."""
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
@@ -230,7 +234,7 @@ class IndependentRank:
 
     @contextmanager
     def watch(self, config: Config, run: OpenedRun, world: World, store: dist.Store) -> Iterator[None]:
-        with watched(config, run.folder.path, run.job_end.write):
+        with watched(config.fault, config.train.compile, run.folder.path, run.job_end.write):
             self._begun.set()
             with _planned(config, run, world, store):
                 yield
@@ -277,3 +281,21 @@ class IndependentRank:
             self.run.job_end.write(end)
         else:
             refuse_resume(self.configured, self.resume, end)
+
+
+KINDS: dict[int, Kind] = {UserError.MISTAKE: "user", UserError.PASSING: "passing"}
+"""Kinds by the status of an error that all ranks meet; "fault" for others."""
+
+
+def complaint_of(error: BaseException, rank: int) -> Complaint:
+    """Return what a rank says of the error that ended it. The kind says whether all ranks met the error."""
+    kind: Kind = "error"
+    message = f"{type(error).__name__}: {error}"
+    if isinstance(error, JobError):
+        kind, message = KINDS.get(error.status, "fault"), str(error)
+    elif isinstance(error, KeyboardInterrupt):
+        kind = message = "interrupted"
+    elif is_lost_contact(error):
+        kind = "lost contact"
+    trace = traceback.format_exc()
+    return Complaint(rank, 0, kind, message, trace, steps_done(error), is_out_of_memory(error))

@@ -22,7 +22,7 @@ SLOWEST = 0.5
 
 
 def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist.Store:
-    """A store that only the ranks of this attempt share. Called by every rank.
+    """Return a store that only the ranks of this attempt share. Called by every rank.
 
     The first rank returns at once. The others wait for its answer, for at most `seconds`, and raise a RuntimeError.
     """
@@ -40,7 +40,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist
 
 
 def _answered(store: dist.Store, rank: int, seconds: float) -> dist.Store:
-    """The store with the newest prefix, once the first rank has answered there with what this rank wrote."""
+    """Return the store with the newest prefix, once the first rank has answered there with what this rank wrote."""
     own, pause, deadline = secrets.token_hex(8), 0.01, time.monotonic() + seconds
     while time.monotonic() < deadline:
         if store.check([PREFIX]):

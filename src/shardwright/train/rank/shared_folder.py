@@ -24,7 +24,7 @@ SECONDS_TO_APPEAR = 10.0
 
 
 def open_together(config: Config, resume: str | None, world: World) -> OpenedRun:
-    """The run's folder, which the first rank opens and locks. Called by every rank.
+    """Return the run's folder, which the first rank opens and locks. Called by every rank.
 
     Raises:
         JobError: on every rank: the first rank cannot open the folder, or a rank does not see its files.
@@ -53,7 +53,7 @@ def open_together(config: Config, resume: str | None, world: World) -> OpenedRun
 
 
 def _this_launch() -> TorchrunLaunch | None:
-    """The launch of this rank. Called by every rank; None if torchrun has not started the first one."""
+    """Return the launch of this rank. Called by every rank; None if torchrun has not started the first one."""
     everyone = RankGroup().all_gather(agent())
     if everyone[0] is None:
         return None
@@ -61,7 +61,7 @@ def _this_launch() -> TorchrunLaunch | None:
 
 
 def _of_other_ranks(run: OpenedRun) -> OpenedRun:
-    """The same run in the processes of other ranks, whose working folders may differ. They have no lock."""
+    """Return the same run in the processes of other ranks, whose working folders may differ. They have no lock."""
     folder = RunFolder(Path(os.path.abspath(run.folder.path)))
     return replace(run, lock=nullcontext(), job_end=replace(run.job_end, folder=folder))
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ import torch.distributed as dist
 import shardwright
 from shardwright.checkpoint import Damaged
 from shardwright.engine import RankGroup, ranks_in_words
-from shardwright.train.config import Config
 from shardwright.train.config.schema import flat, toml_value
 from shardwright.train.config.shapes.foreign import FILES_OF_PATH
 from shardwright.train.errors import UserError
@@ -72,11 +71,13 @@ class Statement:
 
 
 def facts_of(
-    config: Config, fingerprints: Mapping[str, str], resume: str | None, device: str
+    values: dict[str, Any], fingerprints: Mapping[str, str], resume: str | None, device: str
 ) -> dict[str, str]:
-    """The facts that must be equal on all ranks. Paths of data, and of a model with files, may differ by host: the
-    `fingerprints` of their content count, each under its name in messages."""
-    values = config.model_dump()
+    """Return the facts that must be equal on all ranks, of the configuration's `values`, which change.
+
+    Paths of data, and of a model with files, may differ by host: the `fingerprints` of their content count, each under
+    its name in messages.
+    """
     if FILES_OF_PATH in fingerprints:
         del values["model"]["path"]
     data = values["data"]
@@ -100,7 +101,7 @@ def facts_of(
 
 @functools.cache
 def _code() -> str:
-    """The digest of this package's files: hosts may have other code with the same version."""
+    """Return the digest of this package's files: hosts may have other code with the same version."""
     folder, digest = Path(shardwright.__file__).parent, hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
@@ -108,7 +109,8 @@ def _code() -> str:
 
 
 def signs_of_progress(store: dist.Store) -> Callable[[], None]:
-    """A function that a rank at work calls after each part of it, from any thread: the others then wait longer."""
+    """Return a function that a rank at work calls after each part of it, from any thread: the others then wait
+    longer."""
     last = 0.0
 
     def sign() -> None:
@@ -144,8 +146,8 @@ def first_of_host(store: dist.Store, rank: int, work: Callable[[], Result]) -> R
 
 
 def _wait_for_first(store: dist.Store, host: str) -> str:
-    """The mistake of the first rank of this host; empty if it made none. If no rank says that it is the first, this one
-    does not wait for it. A verdict on the ranks ends the wait, too."""
+    """Return the mistake of the first rank of this host; empty if it made none. If no rank says that it is the first,
+    this one does not wait for it. A verdict on the ranks ends the wait, too."""
     deadline = time.monotonic() + PATIENCE.total_seconds()
     while not store.check([host]):
         if store.check(["start/verdict"]):
@@ -213,8 +215,8 @@ def _wait_for(store: dist.Store, key: str, timeout: timedelta) -> None:
 
 
 def _statements(store: dist.Store, size: int, timeout: timedelta) -> list[Statement | None]:
-    """The statements of all ranks, None for those that have not come in time. Each sign of progress extends the time. A
-    mistake of one rank shortens the wait for the others: they may be at work that has become useless."""
+    """Return the statements of all ranks, None for those that have not come in time. Each sign of progress extends the
+    time. A mistake of one rank shortens the wait for the others: they may be at work that has become useless."""
     keys = [f"start/{rank}" for rank in range(size)]
     deadline = time.monotonic() + timeout.total_seconds()
     signs, shortened = store.add(SIGNS, 0), False
@@ -228,7 +230,7 @@ def _statements(store: dist.Store, size: int, timeout: timedelta) -> list[Statem
 
 
 def _verdict(statements: Sequence[Statement | None]) -> str:
-    """The error for these statements; empty if there is none."""
+    """Return the error for these statements; empty if there is none."""
     mistakes: dict[str, list[int]] = {}
     for rank, statement in enumerate(statements):
         if statement is not None and statement.mistake is not None:
@@ -257,7 +259,7 @@ def _difference(facts: Sequence[Mapping[str, str]]) -> str:
 
 
 def difference(facts: Sequence[Mapping[str, str]]) -> str:
-    """The first key that differs among these facts of the ranks, in words; empty if none does."""
+    """Return the first key that differs among these facts of the ranks, in words; empty if none does."""
     differing = [key for key in dict.fromkeys(key for each in facts for key in each)
                  if len({each.get(key) for each in facts}) > 1]  # fmt: skip
     if not differing:
@@ -287,7 +289,7 @@ def is_to_report(store: dist.Store, rank: int, message: str) -> bool:
 
 
 def asked(question: Callable[[], Result], otherwise: Result) -> Result:
-    """The answer to a question to a store, or `otherwise` if the store is gone or does not answer.
+    """Return the answer to a question to a store, or `otherwise` if the store is gone or does not answer.
 
     If the network is cut without a reset, an operation of the store waits for many minutes, whatever its timeout. So
     the question is asked in a thread. The caller must end the process, since the thread may wait for ever.

@@ -115,7 +115,7 @@ class Bar(RunSink):
 
 
 def lines_of(parts: Sequence[str], width: int) -> list[str]:
-    """The parts, two spaces between them, on lines of at most `width` columns where each part fits in one."""
+    """Return the parts, two spaces between them, on lines of at most `width` columns where each part fits in one."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 2 + len(part) <= width:
@@ -126,7 +126,7 @@ def lines_of(parts: Sequence[str], width: int) -> list[str]:
 
 
 def explain_figures(run: RunFacts) -> str:
-    """The meaning of each figure of a step in this run, on lines for a terminal."""
+    """Return the meaning of each figure of a step in this run, on lines for a terminal."""
     entries = (
         textwrap.wrap(
             f"{name:<10}  {meaning}",

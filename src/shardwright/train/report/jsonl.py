@@ -111,8 +111,8 @@ def drop_after(
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of the steps in a metrics file, with nan and infinities. If a crash cut off the last line, it is
-    left out.
+    """Return the records of the steps in a metrics file, with nan and infinities. If a crash cut off the last line, it
+    is left out.
 
     Raises UserError if the file cannot be read, or if a line is no record; the error names the line's number.
     """
@@ -120,7 +120,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def read_what_is_whole(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """The records of steps, the lines about incidents and failed saves, and an error for each line that is damaged.
+    """Return the records of steps, the lines about incidents and failed saves, and an error for each line that is
+    damaged.
 
     Raises UserError if the file cannot be read.
     """
@@ -190,7 +191,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """Whether it is a float, or a whole number of 64 bits: sums of others may be beyond all floats."""
+    """Return whether it is a float, or a whole number of 64 bits: sums of others may be beyond all floats."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
 
 

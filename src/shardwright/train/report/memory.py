@@ -28,7 +28,7 @@ class MemoryUse:
 
 
 def measure_memory(device: torch.device) -> MemoryUse:
-    """This process's memory. On CUDA this resets the peaks."""
+    """Return this process's memory. On CUDA this resets the peaks."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -63,7 +63,7 @@ def outside_in_words(deviations: Sequence[tuple[str, str, str, int]]) -> str:
 
 
 def plan_figure(plan: Plan, name: str, memory: str, rank: int, outside: str = "") -> Figure:
-    """The picture of the plan that `memory` has made on `rank` in the run `name`.
+    """Return the picture of the plan that `memory` has made on `rank` in the run `name`.
 
     `outside` is about leases outside the plan, which have no place in the picture.
     """
@@ -199,7 +199,7 @@ def _extent(renderer: RendererAgg, text: str, size: float) -> tuple[float, float
 
 
 def short_names(units: Iterable[str]) -> dict[str, str]:
-    """The last part of each unit's name, where no other unit has the same: 3 for layers.3."""
+    """Return the last part of each unit's name, where no other unit has the same: 3 for layers.3."""
     names = set(units)
     last = {name: name.rpartition(".")[2] for name in names}
     count = Counter(last.values())
@@ -209,7 +209,7 @@ def short_names(units: Iterable[str]) -> dict[str, str]:
 
 
 def _key(blocks: Sequence[LeaseBlock], is_named: Sequence[bool], is_short: Sequence[bool]) -> str:
-    """A key to the blocks: names that are short, and blocks without room for a name."""
+    """Return a key to the blocks: names that are short, and blocks without room for a name."""
     lines = []
     example = next((block.unit for block, short in zip(blocks, is_short, strict=True) if short), None)
     if example is not None:
@@ -230,7 +230,7 @@ def _key(blocks: Sequence[LeaseBlock], is_named: Sequence[bool], is_short: Seque
 
 
 def in_ranges(units: Iterable[str]) -> list[str]:
-    """Names with neighbours that differ by their number put together: layers.0 to layers.2 as "layers.0-2"."""
+    """Return names, those that differ by their number alone as one: layers.0 to layers.2 as "layers.0-2"."""
     numbered: dict[str, list[int]] = {}
     others = []
     for unit in units:

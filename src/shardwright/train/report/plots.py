@@ -37,7 +37,7 @@ MARKERS = ("o", "+", "x", "1", "2")
 
 
 def timed_steps(records: Records, sessions: Records) -> Records:
-    """The steps that count for speeds: those after the warm-up of each session that ran as the last session.
+    """Return the steps that count for speeds: those after the warm-up of each session that ran as the last session.
 
     If there are none, the steps of the last session, or else all.
     """
@@ -80,7 +80,7 @@ def results(records: Records, sessions: Records) -> dict[str, Any]:
 
 
 def time_shares(records: Records) -> dict[str, float]:
-    """The share of each part in the time of these steps. Empty if they have no parts."""
+    """Return the share of each part in the time of these steps. Empty if they have no parts."""
     totals: dict[str, float] = {}
     for record in records:
         for name, seconds in record.get("parts", {}).items():
@@ -145,7 +145,7 @@ class MemoryPanel:
 
 
 def comparison_figure(curves: Sequence[Curve], common: str, panel: MemoryPanel) -> Figure:
-    """The losses of all runs, their differences from the first run, and bars for speed and memory.
+    """Return the losses of all runs, their differences from the first run, and bars for speed and memory.
 
     `common` are the settings that all runs share, in words.
     """
@@ -251,7 +251,7 @@ def _bars(
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of that size in inches. No window opens."""
+    """Return an empty figure of that size in inches. No window opens."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

@@ -105,7 +105,7 @@ class UnitNorms:
 
 
 def heat_map(read: UnitNorms) -> dict[str, Any] | None:
-    """The norms as a picture of units by steps has them; None without any.
+    """Return the norms as a picture of units by steps has them; None without any.
 
     A picture has at most `ROWS` units, those with the largest norms, and `CELLS` cells. A column of several records has
     the largest norm of each unit. In ``rows`` a norm is null if the unit had no gradient, and -1 if it is not finite.
@@ -139,7 +139,7 @@ def _largest(records: Sequence[Mapping[str, float | None]], unit: str) -> float 
 
 
 def _finite(norm: Any) -> float | None:
-    """The norm; None for one that is not finite.
+    """Return the norm; None for one that is not finite.
 
     Raises:
         ValueError: it is negative.
@@ -152,7 +152,7 @@ def _finite(norm: Any) -> float | None:
 
 
 def read_unit_norms(path: Path) -> UnitNorms:
-    """The norms, without those of steps that the run has repeated. Empty without the file.
+    """Return the norms, without those of steps that the run has repeated. Empty without the file.
 
     Raises:
         OSError: the file cannot be read.

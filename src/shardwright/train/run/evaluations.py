@@ -33,23 +33,23 @@ def add_tasks(file: Path, step: int | None, tasks: Mapping[str, Any]) -> None:
 
 
 def evaluations_of(folder: RunFolder, last: int) -> list[Evaluation]:
-    """The results of all steps up to `last`, the newest last. Raises UserError for a damaged file."""
+    """Return the results of all steps up to `last`, the newest last. Raises UserError for a damaged file."""
     return [evaluation_at(folder, step) for step in evaluated_steps(folder) if step <= last]
 
 
 def evaluated_steps(folder: RunFolder) -> list[int]:
-    """The steps that have results, in ascending order."""
+    """Return the steps that have results, in ascending order."""
     return sorted(int(file.stem) for file in folder.evaluations.glob("*.json") if file.stem.isdecimal())
 
 
 def unfinished_steps(folder: RunFolder) -> list[int]:
-    """The steps whose evaluation has begun and has no results, in ascending order: they have a log alone."""
+    """Return the steps whose evaluation has begun and has no results, in ascending order: they have a log alone."""
     begun = {int(file.stem) for file in folder.evaluations.glob("*.log") if file.stem.isdecimal()}
     return sorted(begun - {*evaluated_steps(folder)})
 
 
 def failures_of(folder: RunFolder, step: int) -> int:
-    """The number of failed evaluations of a step since its checkpoint was written."""
+    """Return the number of failed evaluations of a step since its checkpoint was written."""
     try:
         return int(_failures(folder, step).read_text())
     except (OSError, ValueError):
@@ -71,12 +71,13 @@ def _failures(folder: RunFolder, step: int) -> Path:
 
 
 def evaluation_at(folder: RunFolder, step: int) -> Evaluation:
-    """The results of a step. Raises UserError for a missing or damaged file."""
+    """Return the results of a step. Raises UserError for a missing or damaged file."""
     return Evaluation(step, _tasks(folder.evaluation_file(step)))
 
 
 def scalars_of(tasks: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of tasks by the names that TensorBoard and services show, without those that are no numbers."""
+    """Return the metrics of tasks by the names that TensorBoard and services show, without those that are no
+    numbers."""
     return {
         f"{TASKS}{name}/{metric}": figure["value"]
         for name, task in tasks.items()
@@ -86,7 +87,7 @@ def scalars_of(tasks: Mapping[str, Any]) -> dict[str, float]:
 
 
 def metric_in_words(figure: Mapping[str, Any] | None) -> str:
-    """A metric of a task, such as "0.5120 ± 0.0130"; "-" if there is none."""
+    """Return a metric of a task, such as "0.5120 ± 0.0130"; "-" if there is none."""
     if figure is None or figure["value"] is None:
         return "-"
     error = figure.get("stderr")

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from shardwright.checkpoint import check_writable
-from shardwright.train.config import Config, with_special_tokens
+from shardwright.train.config import Config, RunConfig, with_special_tokens
 from shardwright.train.errors import UserError, as_user_errors
 from shardwright.train.run.folder import (
     RUNS,
@@ -27,15 +27,15 @@ CONTINUE = "--continue"
 """A value in place of a run to resume: `run.dir`, from the newest checkpoint if it has one; else a new run there."""
 
 
-def create_run(config: Config) -> RunFolder:
+def create_run(run: RunConfig) -> RunFolder:
     """Make the folder of a new run: `run.dir`, or runs/NAME-TIME. Raises UserError if `run.dir` holds a run."""
-    if config.run.dir:
-        _check_name(config.run.dir)
-        folder = RunFolder(Path(config.run.dir))
+    if run.dir:
+        _check_name(run.dir)
+        folder = RunFolder(Path(run.dir))
         if folder.exists():
             raise UserError(holds_a_run(folder))
     else:
-        folder = RunFolder(_unique_folder(f"{config.run.name}-{datetime.now():%Y%m%d-%H%M%S}"))
+        folder = RunFolder(_unique_folder(f"{run.name}-{datetime.now():%Y%m%d-%H%M%S}"))
     open_for_writing(folder.path, "run.dir")
     return folder
 
@@ -78,16 +78,16 @@ def _unique_folder(name: str) -> Path:
             raise UserError(unwritable(path, error)) from error
 
 
-def find_run(config: Config, resume: str) -> RunFolder:
-    """The run to continue: the folder `resume`. For "" it is `run.dir`, else the newest run with that name."""
-    if resume or config.run.dir:
-        folder = RunFolder(Path(resume or config.run.dir))
+def find_run(run: RunConfig, resume: str) -> RunFolder:
+    """Return the run to continue: the folder `resume`. For "" it is `run.dir`, else the newest run with that name."""
+    if resume or run.dir:
+        folder = RunFolder(Path(resume or run.dir))
         if not folder.exists():
             raise UserError(
                 f"--resume: expected the folder of a run, found none in {folder.path}{runs_near(folder.path)}"
             )
         return folder
-    pattern = re.compile(re.escape(config.run.name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
+    pattern = re.compile(re.escape(run.name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     runs = []
     for path in RUNS.iterdir() if RUNS.is_dir() else ():
         match = pattern.fullmatch(path.name)
@@ -95,22 +95,22 @@ def find_run(config: Config, resume: str) -> RunFolder:
             runs.append((match[1], int(match[2] or 1), path))
     if not runs:
         raise UserError(
-            f"--resume: expected a run named {config.run.name} in {RUNS}, found none; pass the folder of a run that "
+            f"--resume: expected a run named {run.name} in {RUNS}, found none; pass the folder of a run that "
             f"was started with run.dir{runs_near(RUNS)}"
         )
     return RunFolder(max(runs)[2])
 
 
 def as_saved(config: Config, resume: str) -> Config:
-    """The configuration for going on with a run, with the run's own `data.special_tokens` and `model.vocab_size` unless
-    it has them.
+    """Return the configuration for going on with a run, with the run's own `data.special_tokens` and `model.vocab_size`
+    unless it has them.
 
     `resume`: as for :func:`find_run`, or CONTINUE, whose run need not exist yet.
     """
     if resume == CONTINUE and not RunFolder(Path(config.run.dir)).exists():
         return config
     try:
-        saved = find_run(config, "" if resume == CONTINUE else resume).config()
+        saved = find_run(config.run, "" if resume == CONTINUE else resume).config()
     except UserError:
         return config  # the job says so when it opens the folder
     config = with_special_tokens(config, saved.data.special_tokens)
@@ -122,21 +122,21 @@ def as_saved(config: Config, resume: str) -> Config:
 
 
 def open_folder(config: Config, resume: str | None) -> tuple[RunFolder, FolderLock]:
-    """The folder of the run, and its lock. No other run may use the folder until the lock is released."""
+    """Return the folder of the run, and its lock. No other run may use the folder until the lock is released."""
     if resume is None:
-        folder = create_run(config)
+        folder = create_run(config.run)
         with writing(folder.path):
             lock = claim(folder.path)
         if folder.exists():  # another run began and ended here after our check and before the lock
             lock.release()
             raise UserError(holds_a_run(folder))
         try:
-            _check_unused(checkpoints_of(folder, config))
+            _check_unused(checkpoints_of(folder, config.checkpoint))
         except BaseException:
             discard_if_unused(folder, lock)
             raise
         return folder, lock
-    folder = find_run(config, resume)
+    folder = find_run(config.run, resume)
     check_same_job(folder, config, "--resume")
     with writing(folder.path):
         return folder, claim(folder.path)

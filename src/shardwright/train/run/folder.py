@@ -19,7 +19,7 @@ import torch
 
 import shardwright
 from shardwright.checkpoint import folder_or_url
-from shardwright.train.config import Config, stored_config
+from shardwright.train.config import CheckpointConfig, Config, stored_config
 from shardwright.train.errors import UserError, as_user_errors, listed
 from shardwright.train.run.position import FolderOrUrl, saved_steps
 from shardwright.train.run.writing import writing
@@ -68,23 +68,23 @@ class RunFolder:
     logs = _Inside("logs")
 
     def evaluation_file(self, step: int) -> Path:
-        """The results of tasks on the checkpoint of a step."""
+        """Return the results of tasks on the checkpoint of a step."""
         return self.evaluations / f"{step}.json"
 
     def evaluation_log(self, step: int) -> Path:
-        """All that was printed by evaluations of tasks on that checkpoint."""
+        """Return all that was printed by evaluations of tasks on that checkpoint."""
         return self.evaluations / f"{step}.log"
 
     def memory_history(self, step: int, rank: int) -> Path:
-        """The allocations and releases of a rank's GPU memory in a step."""
+        """Return the allocations and releases of a rank's GPU memory in a step."""
         return self.path / "memory_history" / f"step_{step}_rank_{rank}.pickle"
 
     def memory_segments(self, step: int, rank: int) -> Path:
-        """The segments and blocks of a rank's GPU memory at the error of a step, without stacks."""
+        """Return the segments and blocks of a rank's GPU memory at the error of a step, without stacks."""
         return self.path / "memory_history" / f"step_{step}_rank_{rank}_segments.pickle"
 
     def profile(self, first: int, last: int, rank: int) -> Path:
-        """The trace of torch's profiler of a rank in these steps."""
+        """Return the trace of torch's profiler of a rank in these steps."""
         return self.path / "profile" / f"steps_{first}_to_{last}_rank_{rank}.json.gz"
 
     def exists(self) -> bool:
@@ -93,7 +93,7 @@ class RunFolder:
         return os.path.isfile(self.record_file)
 
     def record(self) -> dict[str, Any]:
-        """The content of run.json. Raises UserError if it is missing, cannot be read, or lacks a key."""
+        """Return the content of run.json. Raises UserError if it is missing, cannot be read, or lacks a key."""
         try:
             record = json.loads(self.record_file.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -124,7 +124,7 @@ class RunFolder:
         return record
 
     def config(self) -> Config:
-        """The configuration of the run's last start.
+        """Return the configuration of the run's last start.
 
         Raises UserError where it cannot be read, or names values whose files are not there.
         """
@@ -153,9 +153,9 @@ def checkpoints_near(path: Path) -> str:
     return f"; checkpoints in {path.parent}: {names}" if steps else runs_near(path)
 
 
-def checkpoints_of(folder: RunFolder, config: Config) -> FolderOrUrl:
-    """The folder or URL of a run's checkpoints. Raises UserError if `checkpoint.folder` is no such place."""
-    parent = config.checkpoint.folder
+def checkpoints_of(folder: RunFolder, settings: CheckpointConfig) -> FolderOrUrl:
+    """Return the folder or URL of a run's checkpoints. Raises UserError if `checkpoint.folder` is no such place."""
+    parent = settings.folder
     if not parent:
         return folder.checkpoints
     with as_user_errors(ValueError, prefix="checkpoint.folder: "):
@@ -164,23 +164,24 @@ def checkpoints_of(folder: RunFolder, config: Config) -> FolderOrUrl:
 
 
 def newest_saved(folder: RunFolder) -> int | None:
-    """The newest step that a run has saved, whole or not; None without one. Raises OSError if a store is silent."""
+    """Return the newest step that a run has saved, whole or not; None without one. Raises OSError if a store is
+    silent."""
     try:
-        place = checkpoints_of(folder, folder.config())
+        place = checkpoints_of(folder, folder.config().checkpoint)
     except UserError:  # nothing has begun here
         place = folder.checkpoints
     return next(iter(saved_steps(place)), None)
 
 
 def to_begin_again(checkpoints: FolderOrUrl) -> str:
-    """The advice of a message about a run that has saved nothing. `checkpoints`: their place."""
+    """Return the advice of a message about a run that has saved nothing. `checkpoints`: their place."""
     own = isinstance(checkpoints, Path) and checkpoints.name == "checkpoints"
     run = shlex.quote(str(checkpoints.parent)) if own and isinstance(checkpoints, Path) else "RUN"
     return f"start it again with: shardwright train CONFIG.toml --run.dir {run} --continue"
 
 
 def _damaged_key(record: Mapping[str, Any]) -> str | None:
-    """The first key of a run.json that is missing or has a value of the wrong kind."""
+    """Return the first key of a run.json that is missing or has a value of the wrong kind."""
     corpus, sessions, results = record.get("corpus"), record.get("sessions"), record.get("results", {})
     tokenizer = record.get("tokenizer")
     facts = {field.name for field in fields(Session) if field.default is MISSING}

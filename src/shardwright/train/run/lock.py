@@ -22,7 +22,11 @@ UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errn
 
 
 class FolderLock:
-    """The lock of a folder in use. The file stays, the lock does not: it belongs to the open file, not to its name."""
+    """The lock of a run on its folder, held until `release` or the end of the process.
+
+    The system keeps a lock with the open file, so a process that dies gives it up. The file itself stays in the folder
+    for the next run, which locks it again.
+    """
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder, self._descriptor = folder, descriptor
@@ -33,7 +37,7 @@ class FolderLock:
             os.close(descriptor)
 
     def remove(self) -> None:
-        """Release it and delete its file, with a folder in which no run began."""
+        """Release the lock and delete its file. For a folder in which no run began, and which is removed next."""
         try:
             (self.folder / NAME).unlink(missing_ok=True)
         finally:
@@ -49,7 +53,7 @@ class FolderLock:
 
 
 def claim(folder: Path) -> FolderLock:
-    """Take the lock of a folder for a run. If another run has it, raises a UserError that names that run."""
+    """Take the lock of a folder for a run. Raise a UserError that names the other run if one has it."""
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         _lock(descriptor)
@@ -75,7 +79,10 @@ def claim(folder: Path) -> FolderLock:
 
 
 def _lock(descriptor: int) -> None:
-    """Take the lock for this process alone. Another one that only looks (`is_in_use`) has it for a moment."""
+    """Take the lock for this process alone. Try again for a quarter of a second.
+
+    A process that calls `is_in_use` also has the lock, for a moment, while it looks. That must not fail a run.
+    """
     for seconds in (0.05, 0.2, 0.0):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,7 +108,7 @@ def share(folder: Path) -> FolderLock:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a run uses the folder now. False where the file system has no locks."""
+    """Return whether a run uses the folder now. False where the file system has no locks."""
     try:
         descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -18,12 +18,12 @@ LAST_BYTES = 1 << 16
 
 
 def recorded_step(metrics_file: Path) -> int:
-    """The step of the last line of metrics.jsonl: the steps that a run has done. 0 if it has none."""
+    """Return the step of the last line of metrics.jsonl: the steps that a run has done. 0 if it has none."""
     return int(last_record(metrics_file).get("step", 0))
 
 
 def last_record(metrics_file: Path) -> dict[str, Any]:
-    """The last whole line of metrics.jsonl about a step that was done. Empty if there is none."""
+    """Return the last whole line of metrics.jsonl about a step that was done. Empty if there is none."""
     if not os.path.isfile(metrics_file):
         return {}
     try:

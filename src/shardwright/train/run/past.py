@@ -34,7 +34,7 @@ class Past:
     untrained: int = 0
 
     def after_step(self, loss: float, window: int) -> Past:
-        """The past after an optimizer step. `window`: losses to keep."""
+        """Return the past after an optimizer step. `window`: losses to keep."""
         losses = (*self.losses, loss)[-window:] if window else ()
         if losses == self.losses and not self.skips_in_a_row:
             return self
@@ -49,11 +49,11 @@ class Past:
         )
 
     def after_untrained(self, samples: Range, batches: int) -> Past:
-        """The past after so many global batches without a trained token."""
+        """Return the past after `batches` global batches without a trained token."""
         return replace(self, left_out=joined(self.left_out, samples), untrained=self.untrained + batches)
 
     def after_rewind(self, before: Past, samples: Range) -> Past:
-        """This is the past in the checkpoint that was loaded, and `before` the past before that."""
+        """Return the past after a rewind to this one, that of the loaded checkpoint. `before`: the past before that."""
         return replace(
             self, left_out=joined(self.left_out, samples), skips_in_a_row=0, rewinds=before.rewinds + 1
         )
@@ -63,7 +63,7 @@ class Past:
         return sum(stop - first for first, stop in self.left_out)
 
     def stored(self) -> dict[str, Any]:
-        """The plain values of a checkpoint. Empty if nothing has happened."""
+        """Return the plain values of a checkpoint. Empty if nothing has happened."""
         if self == Past():
             return {}
         return {
@@ -114,7 +114,7 @@ NOTHING = Past()
 
 
 def joined(ranges: tuple[Range, ...], more: Range) -> tuple[Range, ...]:
-    """The ranges with another one after them. Ranges that touch become one."""
+    """Return the ranges with another one after them. Ranges that touch become one."""
     if ranges and ranges[-1][1] >= more[0]:
         return (*ranges[:-1], (ranges[-1][0], max(more[1], ranges[-1][1])))
     return (*ranges, more)

@@ -28,24 +28,27 @@ class Position:
     past: Past = NOTHING
 
     def after_step(self, samples: int, loss: float, window: int) -> Position:
-        """The position after an optimizer step on so many samples. `window`: losses that the past keeps."""
+        """Return the position after an optimizer step on `samples` samples. `window`: losses that the past keeps."""
         return Position(self.step + 1, self.samples + samples, self.past.after_step(loss, window))
 
     def after_skip(self, samples: int) -> Position:
-        """The position after so many samples without an optimizer step."""
+        """Return the position after `samples` samples without an optimizer step."""
         stop = self.samples + samples
         return Position(self.step, stop, self.past.after_skip((self.samples, stop)))
 
     def after_untrained(self, stop: int, batches: int) -> Position:
-        """The position after so many global batches without a trained token, up to sample `stop`."""
+        """Return the position after `batches` global batches without a trained token, up to sample `stop`."""
         return Position(self.step, stop, self.past.after_untrained((self.samples, stop), batches))
 
     def after_rewind(self, before: Position, stop: int) -> Position:
-        """This is the position in the checkpoint that was loaded. The run goes on with sample `stop`."""
+        """Return the position after a rewind, with which the run goes on at sample `stop`.
+
+        `self` is the position of the checkpoint that was loaded, `before` the one before that.
+        """
         return Position(self.step, stop, self.past.after_rewind(before.past, (self.samples, stop)))
 
     def stored(self) -> dict[str, Any]:
-        """The plain values of a checkpoint."""
+        """Return the plain values of a checkpoint."""
         past = self.past.stored()
         return {"step": self.step, "samples": self.samples, **({"past": past} if past else {})}
 

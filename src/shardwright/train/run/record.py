@@ -10,7 +10,6 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
-from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.run.exits import STOPPED, Outcome
 from shardwright.train.run.folder import RunFolder, Session, now
@@ -21,15 +20,18 @@ from shardwright.train.run.writing import remove_unfinished, write_json, write_t
 class RunRecord:
     """run.json, which rank 0 updates: the engine, devices and text of each session, and how it ended."""
 
-    def __init__(self, folder: RunFolder, config: Config, facts: Mapping[str, Any], session: Session) -> None:
+    def __init__(
+        self, folder: RunFolder, name: str, config: str, facts: Mapping[str, Any], session: Session
+    ) -> None:
+        """Begin a session in run.json, of a run with this name, and store the `config`, which is TOML."""
         self.folder = folder
         sessions = folder.record()["sessions"] if folder.exists() else []
-        self.content: dict[str, Any] = {"name": config.run.name, "status": "", **facts}
+        self.content: dict[str, Any] = {"name": name, "status": "", **facts}
         self.content["sessions"] = [
             *sessions,
             {**asdict(session), "end": None, "status": "running", "to_step": None},
         ]
-        write_text(folder.config_file, config.resolved().to_toml())
+        write_text(folder.config_file, config)
         _write(folder, self.content)
 
     @property
@@ -70,7 +72,7 @@ def _write(folder: RunFolder, content: dict[str, Any]) -> None:
 
 
 def sessions_of(folder: RunFolder) -> int:
-    """The number of sessions in run.json."""
+    """Return the number of sessions in run.json."""
     try:
         return len(folder.record()["sessions"])
     except UserError:
@@ -78,7 +80,7 @@ def sessions_of(folder: RunFolder) -> int:
 
 
 def session_after(folder: RunFolder, sessions_before: int) -> Mapping[str, Any]:
-    """The last session in run.json, if there are more than so many; else empty."""
+    """Return the last session in run.json, if there are more than `sessions_before`; else empty."""
     try:
         sessions = folder.record()["sessions"]
     except UserError:

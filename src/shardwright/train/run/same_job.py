@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shardwright.train.config import Config
+from shardwright.train.config import Config, DataConfig
 from shardwright.train.config.catalog.kinds import kind_named
 from shardwright.train.config.schema import toml_value
 from shardwright.train.errors import UserError
@@ -33,14 +33,15 @@ def check_same_job(folder: RunFolder, config: Config, what: str) -> None:
 
 
 def value_in_words(value: object) -> str:
-    """A value of a configuration in a message; "none" for an empty one."""
+    """Return a value of a configuration in a message; "none" for an empty one."""
     if isinstance(value, tuple) and value and all(isinstance(each, BaseModel) for each in value):
         return toml_value([each.model_dump(exclude_defaults=True, exclude_none=True) for each in value])
     return "none" if value in ("", None, (), {}) else str(value)
 
 
 def _where_content_decides(stored: Config, config: Config) -> Config:
-    """The stored configuration with the current paths and keys of data whose content is compared, or may change."""
+    """Return the stored configuration with the current paths and keys of data whose content is compared, or may
+    change."""
     before, after = stored.data, config.data
     changes: dict[str, Any] = {}
     if after.appended:  # a list may have new files
@@ -54,7 +55,8 @@ def _where_content_decides(stored: Config, config: Config) -> Config:
 
 
 def differences(first: Config, second: Config) -> Iterator[tuple[str, object, object]]:
-    """Keys of the model, the data and the order of samples that differ between two configurations, with both values.
+    """Yield the keys of the model, the data and the order of samples that differ between two configurations, with both
+    values.
 
     The resolved values are compared, so two spellings of one value are equal.
     """
@@ -101,9 +103,9 @@ def check_same_data(folder: RunFolder, sha256: str, train_tokens: int) -> None:
         )
 
 
-def recorded_tokenizer(record: Mapping[str, Any], config: Config) -> str:
-    """The setting `data.tokenizer` of a run. A hub name gets the commit that the run has used."""
-    name = config.data.tokenizer
+def recorded_tokenizer(record: Mapping[str, Any], data: DataConfig) -> str:
+    """Return the setting `data.tokenizer` of a run. A hub name gets the commit that the run has used."""
+    name = data.tokenizer
     used = str(record["tokenizer"]["name"])
     return used if used.partition("@")[0] == name.partition("@")[0] else name
 

@@ -53,7 +53,7 @@ def examine(folder: FolderOrUrl) -> RunCheckpoint:
 
 
 def position_in(checkpoint: StoredCheckpoint) -> Position:
-    """The position of the run. Raises Damaged for a checkpoint that no run has saved."""
+    """Return the position of the run. Raises Damaged for a checkpoint that no run has saved."""
     content = checkpoint.value("extra", "position")
     if not isinstance(content, Mapping) or content.keys() - {"past"} != {"step", "samples"}:
         raise Damaged(f"{checkpoint.description} has no position of a run")

@@ -25,7 +25,8 @@ def writing(path: Path, key: str = "") -> Iterator[None]:
 
 
 def unwritable(path: Path | str, error: BaseException, of_run: bool = False) -> str:
-    """The error in words, with advice. `of_run`: nobody can choose another folder, since a resume uses this one."""
+    """Return the error in words, with advice. `of_run`: nobody can choose another folder, since a resume uses this
+    one."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
     full = _is_any(error, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     denied = _is_any(error, errno.EACCES, errno.EPERM, errno.EROFS)

@@ -216,7 +216,9 @@ def validate(trainer: Trainer) -> Validation:
         figures = row.tolist()
     sums, marked = figures[: totals.numel()], figures[totals.numel() :]
     losses = [
-        loss_sum / world.dims.with_same_loss / stream.trained(0, validation_samples(trainer.config, stream))
+        loss_sum
+        / world.dims.with_same_loss
+        / stream.trained(0, validation_samples(trainer.config.for_data, stream))
         for stream, loss_sum in zip(streams, sums[::2], strict=False)  # the sums of metrics follow
     ]
     by_set = dict(zip(dataset.validation_sets, losses[1:], strict=True))
@@ -230,10 +232,10 @@ def validate(trainer: Trainer) -> Validation:
 
 
 def _totals(trainer: Trainer, stream: Stream, names: Sequence[str]) -> Tensor:
-    """This rank's sums and counts over the validation samples of a stream, float64 [1 + metrics, 2]: of the loss, then
-    of the metrics. The count of the loss stays 0: all ranks know it."""
+    """Return this rank's sums and counts over the validation samples of a stream, float64 [1 + metrics, 2]: of the
+    loss, then of the metrics. The count of the loss stays 0: all ranks know it."""
     train, world = trainer.config.train, trainer.world
-    samples = validation_samples(trainer.config, stream)
+    samples = validation_samples(trainer.config.for_data, stream)
     rounds = math.ceil(samples / (world.data_size * train.micro_batch))
     totals = torch.zeros(1 + len(names), 2, dtype=torch.float64, device=world.device)
     for number in range(rounds):
@@ -260,7 +262,7 @@ def _totals(trainer: Trainer, stream: Stream, names: Sequence[str]) -> Tensor:
 @heartbeat.during(heartbeat.SAMPLE)
 @torch.no_grad()
 def sample_text(trainer: Trainer) -> Sample:
-    """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits.
+    """Return a prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits.
 
     The text may end early, see `sample`. It is the reason in brackets if the logits are not finite.
     """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.engine import heartbeat
-from shardwright.train.config import Config
+from shardwright.train.config import TrainConfig
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.data.samples.loader import Loader, Share, StepBatches
 from shardwright.train.data.samples.stream import Stream
@@ -30,27 +30,28 @@ class Untrained(NamedTuple):
 
 
 class Feed:
-    """The batches of the steps of one rank, in the order of the run: all that `config.train.steps` needs."""
+    """The batches of the steps of one rank, in the order of the run: all that `train.steps` needs."""
 
-    def __init__(self, config: Config, world: World, stream: Stream) -> None:
-        self._config, self._world, self._stream = config, world, stream
-        train = config.train
+    def __init__(self, train: TrainConfig, workers: int, seed: int, world: World, stream: Stream) -> None:
+        """`workers`: threads that read samples. `seed`: of the numbers that forward draws."""
+        self._train, self._workers, self._seed = train, workers, seed
+        self._world, self._stream = world, stream
         self._share = Share(train.global_batch, train.micro_batch, world.data_rank, world.data_size)
         self._loader: Loader | None = None  # from a position on, until `close`
 
     def next(self, position: Position) -> tuple[StepBatches, Untrained | None]:
-        """The data of the next step, and the global batches before it that have no trained token.
+        """Return the data of the next step, and the global batches before it that have no trained token.
 
         Ranks need not agree on them: each knows the number of trained tokens of the whole global batch.
         """
         if self._loader is None:
-            train = self._config.train
+            train = self._train
             self._loader = Loader(
                 self._stream,
                 self._share,
                 first=position.samples,
                 stop=position.samples + (train.steps - position.step) * train.global_batch,
-                workers=self._config.data.workers,
+                workers=self._workers,
                 pin=self._world.device.type == "cuda",
             )
         batches = 0
@@ -65,9 +66,9 @@ class Feed:
         return torch.arange(samples.start, samples.stop, device=self._world.device)
 
     def seed(self, position: Position, number: int) -> int:
-        """The seed of what forward draws for micro-batch `number`: a function of its first sample, so also after a
-        resume."""
-        text = f"{self._config.run.seed} {self._share.samples(position.samples, number).start}"
+        """Return the seed of what forward draws for micro-batch `number`: a function of its first sample, so also after
+        a resume."""
+        text = f"{self._seed} {self._share.samples(position.samples, number).start}"
         if (split := self._world.context) is not None:  # other tokens of the same samples
             text += f" {split.rank}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
@@ -80,7 +81,7 @@ class Feed:
 
 
 def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
-    """The tensors of batches in one row: a graph of a step has nothing but tensors for arguments."""
+    """Return the tensors of batches in one row: a graph of a step has nothing but tensors for arguments."""
     return [
         each
         for batch in batches
@@ -90,7 +91,7 @@ def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
 
 
 def batches_of(tensors: Sequence[Tensor], separate: bool) -> list[Batch]:
-    """The batches of :func:`tensors_of`, whose documents are numbered if `separate`."""
+    """Return the batches of :func:`tensors_of`, whose documents are numbered if `separate`."""
     if not separate:
         return [Batch(tensors[i], tensors[i + 1], None, None) for i in range(0, len(tensors), 2)]
     return [Batch(*tensors[i : i + 5]) for i in range(0, len(tensors), 5)]

@@ -37,15 +37,15 @@ ACTIONS: tuple[Action, ...] = ("stop", "rewind", "skip")
 """Actions that a hook may ask for, the strongest first."""
 
 
-def hooks_of(config: Config) -> Hooks:
-    """The hooks of `[run] hooks`, each made without arguments.
+def hooks_of(paths: Sequence[str]) -> Hooks:
+    """Return the hooks of `[run] hooks`, each made without arguments.
 
     Raises:
         ExtensionError: one cannot be made.
         UserError: two have the same name or metric.
     """
     made = []
-    for path in config.run.hooks:
+    for path in paths:
         kind = named_hooks.get(path)
         made.append(called(f"Hook {kind.name!r}", kind))
     return Hooks(made)
@@ -135,7 +135,7 @@ class Hooks:
         return bool(self._end_reason)
 
     def stop_reason(self) -> str:
-        """The reason of the first rank whose hook has ended the run. Called by all ranks together."""
+        """Return the reason of the first rank whose hook has ended the run. Called by all ranks together."""
         reasons = RankGroup().all_gather(self._end_reason)
         return next((" ".join(reason.split()) for reason in reasons if reason), "")
 
@@ -189,7 +189,7 @@ class Hooks:
         return sums_and_counts
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the hooks that have one, by their names."""
+        """Return the states of the hooks that have one, by their names."""
         states = {
             hook.name: self._call(hook, "state_dict")
             for hook in self.users

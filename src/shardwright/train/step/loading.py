@@ -42,7 +42,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Names and shapes a checkpoint of this plain, unsharded model holds."""
+    """Return the names and shapes a checkpoint of this plain, unsharded model holds."""
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {name: tuple(each.shape) for name, each in model.state_dict().items() if name not in frozen}
 
@@ -67,7 +67,7 @@ class LoadedRun:
 def hook_states(
     loaded: LoadedRun, present_states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The stored states of hooks by their names, of those that are in `present_states`.
+    """Return the stored states of hooks by their names, of those that are in `present_states`.
 
     A tensor is read into the one of the same shape at the same place there, whose sharding it has then, or else whole
     into a new one. Called by all ranks together.
@@ -132,7 +132,7 @@ def load_newest_weights(
 
 
 def _steps_to_read(checkpoints: FolderOrUrl, step: int | None) -> list[int]:
-    """The steps with a checkpoint; of a step that is named, this one alone.
+    """Return the steps with a checkpoint; of a step that is named, this one alone.
 
     Raises:
         UserError: the step has none.
@@ -248,7 +248,7 @@ def with_weights(
 
 
 def agreed_checkpoint(folder: FolderOrUrl) -> RunCheckpoint:
-    """A checkpoint that every rank has found sound. Its files are not compared yet.
+    """Return a checkpoint that every rank has found sound. Its files are not compared yet.
 
     Raises, on every rank:
         Damaged: its description is damaged, or the ranks read different ones.

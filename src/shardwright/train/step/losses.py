@@ -26,16 +26,14 @@ from shardwright.activations import (
 )
 from shardwright.context import shard
 from shardwright.engine.extend import ExtensionError, call
-from shardwright.train.config import Config, TrainConfig
+from shardwright.train.config import TrainConfig
 from shardwright.train.config.catalog.figures import CROSS_ENTROPY
-from shardwright.train.config.catalog.kinds import model_in_words
 from shardwright.train.config.catalog.losses import AUTO
 from shardwright.train.data.samples.batch import Batch
 from shardwright.train.models import outputs
 from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.models.packed import whole, within_trained
 from shardwright.train.parallel.engines import Engine
-from shardwright.train.parallel.model_conflicts import BuiltJob
 from shardwright.train.parallel.world import World
 
 Result = TypeVar("Result")
@@ -73,7 +71,9 @@ class Losses:
 
     def __init__(
         self,
-        config: Config,
+        train: TrainConfig,
+        in_words: str,
+        numbers_padding: bool,
         world: World,
         engine: Engine,
         model: nn.Module,
@@ -82,14 +82,14 @@ class Losses:
         chunked: LossInForward | None,
     ) -> None:
         """`model` is `plain` after `engine` has spread it, and `chunked` its forward, or None for whole logits.
-        `vocab_size` is the tokenizer's."""
-        self._in_words = model_in_words(config.model.shape(), config.model.kind)
+        `vocab_size` is the tokenizer's, `in_words` the model in messages, and `numbers_padding` that of `BuiltJob`."""
+        self._in_words = in_words
         self._engine, self._world = engine, world
         self._model, self._vocab_size, self._chunked = model, vocab_size, chunked
         self.has_loss, self._auxiliary_sums = plain.has_loss, plain.auxiliary_sums
-        self._loss = loss_of(config.train)
-        self._name = config.train.loss
-        self._numbers_padding = BuiltJob(config, plain).numbers_padding
+        self._loss = loss_of(train)
+        self._name = train.loss
+        self._numbers_padding = numbers_padding
         #: Whether forward takes the edges of documents, so that the host need not wait for their number.
         self._takes_edges = "edges" in inspect.signature(plain.forward).parameters
         self.auxiliary = plain.auxiliary
@@ -112,7 +112,7 @@ class Losses:
         return {"loss": f"the loss {self._name!r} per token", "validated": CROSS_ENTROPY}
 
     def counts(self, trained: int) -> Tensor:
-        """The number of trained tokens of a step, over which each loss is a mean: float64 [1 + auxiliaries]."""
+        """Return the number of trained tokens of a step, over which each loss is a mean: float64 [1 + auxiliaries]."""
         return torch.full_like(self._factors, trained)
 
     def weights(self, counts: Tensor) -> Tensor:
@@ -127,7 +127,8 @@ class Losses:
         return torch.zeros_like(self._factors)
 
     def sums(self, batch: Batch) -> Tensor:
-        """The loss that is trained, then those named in `auxiliary`, summed over tokens: float32 [1 + auxiliaries]."""
+        """Return the loss that is trained, then those named in `auxiliary`, summed over tokens: float32 [1 +
+        auxiliaries]."""
         if self.has_loss:
             return self.of_tokens(batch).sum()[None]
         if not self.auxiliary:
@@ -154,7 +155,8 @@ class Losses:
         function: Callable[[Any], Result],
         chunks: bool = True,
     ) -> Result:
-        """The result of `function` on the model's logits; with `train.loss_chunks` they are a record, if `chunks`."""
+        """Return the result of `function` on the model's logits; with `train.loss_chunks` they are a record, if
+        `chunks`."""
         precision = self._engine.compute_precision(self._world.device)
         if self._chunked is None or not chunks:
             with precision:
@@ -179,12 +181,12 @@ class Losses:
         return losses.sum(), losses
 
     def _documents_of(self, batch: Batch) -> dict[str, Tensor]:
-        """The arguments of :func:`documents_of`, and the edges if the model takes them."""
+        """Return the arguments of :func:`documents_of`, and the edges if the model takes them."""
         edges = {"edges": batch.edges} if self._takes_edges and batch.edges is not None else {}
         return {**documents_of(batch), **edges}
 
     def own_part(self, batch: Batch, arguments: Mapping[str, Tensor]) -> tuple[Batch, dict[str, Tensor]]:
-        """The batch and the arguments of forward beside its tokens, for the tokens of them that this rank has.
+        """Return the batch and the arguments of forward beside its tokens, for the tokens of them that this rank has.
 
         Where ranks divide samples, positions are those in the whole sample, and `documents` are whole.
         """
@@ -211,8 +213,8 @@ class Losses:
         return self._computed(own, arguments, lambda returned: self._losses_of(returned, own)[1])
 
     def of_tokens_and_logits(self, batch: Batch, logits: bool) -> tuple[Tensor, Tensor | None]:
-        """The losses of `of_tokens`, and the whole logits [B, S, V] if these are asked for. A model with its own loss
-        has none."""
+        """Return the losses of `of_tokens`, and the whole logits [B, S, V] if these are asked for. A model with its own
+        loss has none."""
         if self.has_loss or not logits:
             return self.of_tokens(batch), None
         own, arguments = self.own_part(batch, self._documents_of(batch))

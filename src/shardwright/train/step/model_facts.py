@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.train.config import Config
+from shardwright.train.config import ModelConfig
 from shardwright.train.config.catalog.kinds import is_of_this_package, model_in_words
 from shardwright.train.finetune import adapters
 from shardwright.train.models.language_model import LanguageModel
@@ -29,12 +29,14 @@ class ModelFacts:
     foreign: bool
 
     @classmethod
-    def of(cls, plain: LanguageModel, config: Config) -> ModelFacts:
+    def of(cls, plain: LanguageModel, model: ModelConfig, seq_len: int) -> ModelFacts:
+        """Return the facts of the model that these settings have made."""
+        shape = model.shape()
         skipped = 0 if getattr(plain, "counts_frozen", False) else adapters.skipped_flops(plain)
         return cls(
-            in_words=model_in_words(config.model.shape(), config.model.kind),
+            in_words=model_in_words(shape, model.kind),
             parameters=plain.num_params(),
-            flops_per_token=plain.flops_per_token(config.train.seq_len) - skipped,
+            flops_per_token=plain.flops_per_token(seq_len) - skipped,
             draws=plain.draws,
-            foreign=plain.foreign or not is_of_this_package(config.model.shape()),
+            foreign=plain.foreign or not is_of_this_package(shape),
         )

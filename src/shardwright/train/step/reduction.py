@@ -143,7 +143,8 @@ class Reduction:
         return ~self.loss.isfinite() | (split(self.row, self.parts)["flags"][0] > 0)
 
     def with_mark(self, mark: Tensor) -> Reduction:
-        """The same with one more number in the row, `Agreed.mark`, and with a copy of it on its way to the host."""
+        """Return the same with one more number in the row, `Agreed.mark`, and with a copy of it on its way to the
+        host."""
         parts = {**self.parts, "mark": mark.to(self.row.dtype).view(1)}
         row = torch.cat([self.row, parts["mark"]])
         if row.device.type == "cpu":
@@ -155,7 +156,7 @@ class Reduction:
         return replace(self, row=row, parts=parts, copied=(on_host, event))
 
     def read(self, clock: StepClock) -> Agreed:
-        """The sums. The host waits for them."""
+        """Return the sums. The host waits for them."""
         clock.to("communication")
         with noted("wait for the loss", None):
             clock.wait_begins()
@@ -220,11 +221,11 @@ def add_up(world: World, part: OwnPart, metric_names: Sequence[str], clock: Step
 
 
 def split(row: Row, parts: Mapping[str, Sized]) -> dict[str, Row]:
-    """The parts of a row by their names. It has values for all of `parts`, one after another, in their order."""
+    """Return the parts of a row by their names. It has values for all of `parts`, one after another, in their order."""
     stops = itertools.accumulate(map(len, parts.values()))
     return {name: row[stop - len(parts[name]) : stop] for name, stop in zip(parts, stops, strict=True)}
 
 
 def _first_chosen(options: Sequence[T], counts: Sequence[float]) -> T | None:
-    """The first option that a rank has chosen. `counts`: of the ranks that chose each."""
+    """Return the first option that a rank has chosen. `counts`: of the ranks that chose each."""
     return next((option for option, count in zip(options, counts, strict=True) if count), None)

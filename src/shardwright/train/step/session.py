@@ -32,12 +32,11 @@ from shardwright.train.run.exits import Outcome
 from shardwright.train.run.folder import RunFolder, checkpoints_of
 from shardwright.train.run.steps_left import no_more_steps, only_end_is_missing
 from shardwright.train.step.account.conclusion import Reports, conclude
-from shardwright.train.step.account.introduction import introduction
 from shardwright.train.step.account.memory_report import MemoryReporter, MemorySnapshots
 from shardwright.train.step.account.notices import FirstLoss
 from shardwright.train.step.account.out_of_memory import leave_owners
 from shardwright.train.step.account.profile import StepProfile
-from shardwright.train.step.account.report_places import open_record, open_reporter
+from shardwright.train.step.account.report_places import introduction, open_record, open_reporter
 from shardwright.train.step.account.step_notes import NotesOfStep, calls_dtensor
 from shardwright.train.step.evaluation import check_model
 from shardwright.train.step.hooks import hooks_of
@@ -105,18 +104,23 @@ def _train(
     check_model(trainer)
     config = trainer.config  # with the steps that `train.epochs` makes of the data
     done = trainer.position.step
-    if done >= config.train.steps and run.attempt == 1 and not only_end_is_missing(config, run.folder, done):
-        raise UserError(no_more_steps(config, run.folder, done))
+    if (
+        done >= config.train.steps
+        and run.attempt == 1
+        and not only_end_is_missing(config.train, run.folder, done)
+    ):
+        raise UserError(no_more_steps(config.train, run.folder, done))
     START.doing("running the first step")
-    answers = SignalAnswers(config, run.job_end, world)
+    answers = SignalAnswers(config.train.steps, config.fault.save_seconds, run.job_end, world)
     with answers.request() as stop, ExitStack() as stack:
         try:
             reports, evaluations = _opened_reports(trainer, loaded, run, stack, stop)
             answers.follow(reports.reporter.say_at_once)
             ended = _run_steps(trainer, run.folder, reports, stop, saved, evaluations)
             answers.reach_end()
-            if ended.status == "finished":
-                await_tasks(trainer, evaluations, stop)
+            if ended.status == "finished" and config.validation.tasks:
+                fault = config.fault
+                await_tasks(evaluations, stop, trainer.position.step, world.device, fault.stall_seconds)
             return conclude(trainer, run.folder, reports, ended)
         except BaseException as error:
             note_steps_done(error, trainer.position.step)
@@ -129,28 +133,28 @@ def _train(
 def _built(
     config: Config, run: OpenedRun, dataset: Dataset, world: World
 ) -> tuple[Trainer, LoadedRun | None]:
-    """The model in training, with its adapters. If the run goes on, it is at the newest checkpoint, which is returned,
-    too."""
+    """Return the model in training, with its adapters. If the run goes on, it is at the newest checkpoint, which is
+    returned, too."""
     folder, resumes = run.folder, run.resumes
     loaded = None
     START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
     lines: list[str] = []
     if resumes:
-        dataset, lines = resumed_data(config, folder, dataset)
+        dataset, lines = resumed_data(config.for_data, folder, dataset)
     with Reporter([Lines(0, 1)] if world.is_first else []) as notices:
         if resumes and world.is_first and (changes := changes_in_words(folder.config(), config)):
             notices.say(changes)
         for line in lines:
             notices.say(line)
         reads_weights = not resumes or config.finetune.has_base
-        trainer = Trainer(config, world, dataset, reads_weights, hooks_of(config))
+        trainer = Trainer(config, world, dataset, reads_weights, hooks_of(config.run.hooks))
         if resumes:
-            notices.say(f"reading the newest checkpoint in {checkpoints_of(folder, config)}")
+            notices.say(f"reading the newest checkpoint in {checkpoints_of(folder, config.checkpoint)}")
             with START.left_to_others():
                 loaded = trainer.load(folder, notices)
         if config.finetune.has_base:
             plain = trainer.engine.unwrapped(trainer.model)
-            finetuning.prepare(plain, config, folder.base_file, resumes, world.mesh)
+            finetuning.prepare(plain, config.for_building, folder.base_file, resumes, world.mesh)
             notices.say(adapters.statement(trainer.model))
     return trainer, loaded
 
@@ -158,8 +162,8 @@ def _built(
 def _opened_reports(
     trainer: Trainer, loaded: LoadedRun | None, run: OpenedRun, stack: ExitStack, stop: StopRequest
 ) -> tuple[Reports, TaskEvaluations | None]:
-    """The record and the sinks, with the lines before the first step, and the hooks, set up. `stack` closes them. Also
-    the evaluations of tasks; None on ranks but the first, and without tasks."""
+    """Return the record and the sinks, with the lines before the first step, and the hooks, set up. `stack` closes
+    them. Also the evaluations of tasks; None on ranks but the first, and without tasks."""
     folder, config = run.folder, trainer.config
     record = open_record(trainer, folder, run.attempt) if trainer.world.is_first else None
     reporter = Reporter([]) if record is None else open_reporter(trainer, folder, record, run.attempt)
@@ -170,13 +174,16 @@ def _opened_reports(
     memory = MemoryReporter(trainer, folder, reporter)
     best = None
     if config.checkpoint.keep_best:
-        best = BestCheckpoint(config, folder, trainer.hooks, reporter.say)
+        best = BestCheckpoint(config.checkpoint.keep_best, config.data, folder, trainer.hooks, reporter.say)
     hooks: list[TrainerHook] = [MemorySnapshots(trainer, folder), FirstLoss(trainer, reporter), memory]
     if trainer.world.is_first:
         hooks.append(NotesOfStep(trainer, folder))
     evaluations = None
     if trainer.world.is_first and config.validation.tasks:
-        evaluations = TaskEvaluations(config, folder, reporter, lambda: stop.signal_number is not None)
+        evaluations = TaskEvaluations(
+            config.validation, config.train.steps, folder, checkpoints_of(folder, config.checkpoint), reporter,
+            lambda: stop.signal_number is not None,
+        )  # fmt: skip
         hooks.append(evaluations)
     trainer.open_hooks(reporter, [*hooks, *([best] if best else [])], loaded)
     return Reports(record, reporter, memory, best), evaluations
@@ -190,7 +197,7 @@ def _run_steps(
     saved: Callable[[int], None] | None,
     evaluations: TaskEvaluations | None,
 ) -> LoopEnd:
-    """The steps that the run still has to do, with its checkpoints."""
+    """Return the steps that the run still has to do, with its checkpoints."""
 
     def note_saved(step: int) -> None:
         if saved is not None:
@@ -198,7 +205,7 @@ def _run_steps(
         trainer.hooks.saved(step)
 
     config, done = trainer.config, trainer.position.step
-    checkpoints = checkpoints_of(folder, config)
+    checkpoints = checkpoints_of(folder, config.checkpoint)
     with Saves(
         config.checkpoint,
         checkpoints,
@@ -213,7 +220,7 @@ def _run_steps(
             return LoopEnd()
         with ExitStack() as stack:
             stack.enter_context(heartbeat.listening(trainer.clock))
-            if calls_dtensor(config) and trainer.world.device.type == "cpu":
+            if calls_dtensor(config.train, config.parallel) and trainer.world.device.type == "cpu":
                 stack.enter_context(hears_dtensor(trainer.clock))
             profile = stack.enter_context(StepProfile(trainer, folder, reports.reporter))
             return run_steps(trainer, reports.reporter, saves, stop, profile)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from shardwright.train.config import Config
 from shardwright.train.launch.job_end import JobEnd, stopped_by
 from shardwright.train.launch.resume import to_continue
 from shardwright.train.launch.signals import StopRequest, answered_signals
@@ -25,13 +24,14 @@ from shardwright.train.run.record import is_finished
 class SignalAnswers:
     """The answers of one rank."""
 
-    def __init__(self, config: Config, job_end: JobEnd, world: World) -> None:
+    def __init__(self, steps: int, save_seconds: float, job_end: JobEnd, world: World) -> None:
+        """`steps`: of the run. `save_seconds`: the time that a save may take after a signal."""
         self.job_end, self.world = job_end, world
         self._say: Callable[[str], None] = print
         self._saves = True  # False once the run is at its end
-        self._steps = config.train.steps
+        self._steps = steps
         # Our launcher knows the time and ends the ranks itself, also one that does not answer.
-        self._request = StopRequest(config.fault.save_seconds if job_end.speaks else 0.0)
+        self._request = StopRequest(save_seconds if job_end.speaks else 0.0)
 
     def follow(self, say: Callable[[str], None]) -> None:
         """Answer through `say` from here on."""

@@ -33,8 +33,8 @@ from shardwright.train.parallel import float8, recipe
 from shardwright.train.parallel.activations import Recompiles, prepare_blocks, prepare_loss
 from shardwright.train.parallel.checks import check_batch_fits
 from shardwright.train.parallel.engines import engine_of
-from shardwright.train.parallel.model_conflicts import check_model_goes_with
-from shardwright.train.parallel.same_model import check_same_model
+from shardwright.train.parallel.model_conflicts import BuiltJob, check_model_goes_with
+from shardwright.train.parallel.recipe import check_same_model
 from shardwright.train.parallel.world import World
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.folder import RunFolder, checkpoints_of
@@ -47,7 +47,6 @@ from shardwright.train.step.loading import LoadedRun
 from shardwright.train.step.losses import Losses
 from shardwright.train.step.model_facts import ModelFacts
 from shardwright.train.step.numerics import detect, verifying
-from shardwright.train.step.numerics.fault import may_be_spike
 from shardwright.train.step.numerics.not_finite import check_rates
 from shardwright.train.step.reduction import Agreed, OwnPart, Reduction, StepResult, add_up
 from shardwright.train.step.saving.saves import Saves
@@ -137,19 +136,25 @@ class Trainer:
         self.engine = engine_of(config.parallel)
         check_batch_fits(config.train, dataset.windows)
         seed_generators(config.run.seed)  # equal on all ranks, which is what makes their models equal
-        plain = recipe.build_for(config, dataset.vocab_size, reads_weights, world.mesh)
+        building = config.for_building
+        plain = recipe.build_for(building, dataset.vocab_size, reads_weights, world.mesh)
         check_model_goes_with(config, plain, self.hooks.validation_metrics)
-        self.facts = ModelFacts.of(plain, config)
+        self.facts = ModelFacts.of(plain, config.model, config.train.seq_len)
         self.hooks.check_losses(plain.auxiliary, self.facts.in_words)
         check_same_model(plain, world.mesh, self.facts.in_words)
         matrices = recipe.matrix_names(plain)
-        float8.convert(plain, config)
-        recipe.divide_samples(plain, config, world.context)
-        prepare_blocks(plain, config)
-        chunked = prepare_loss(plain, config)
+        float8.convert(plain, building)
+        self._gathers_float8 = building.gathers_float8
+        recipe.divide_samples(plain, config.model.shape(), world.context)
+        are_cut = bool(world.dims.axes_of("layers"))
+        prepare_blocks(plain, config.activations, config.train.compile, are_cut)
+        chunked = prepare_loss(plain, config.train.loss_chunks)
         self.model: nn.Module = recipe.parallelize(plain, config.parallel, world.mesh, reads_weights)
-        self.losses = Losses(config, world, self.engine, self.model, plain, dataset.vocab_size, chunked)
-        self.optimizer = recipe.build_optimizer(self.model, config, matrices)
+        self.losses = Losses(
+            config.train, self.facts.in_words, BuiltJob(config, plain).numbers_padding, world, self.engine, self.model,
+            plain, dataset.vocab_size, chunked,
+        )  # fmt: skip
+        self.optimizer = recipe.build_optimizer(self.model, config.optimizer, config.parallel, matrices)
         #: Forward and backward of a step, once.
         self.forward_backward: Callable[..., Tensor] = self._forward_backward
         if config.train.cuda_graph:
@@ -192,7 +197,9 @@ class Trainer:
         self.dataset, self.config = dataset, config.model_copy(update={"train": train})
         if train.epochs:  # else the launcher has known the steps
             refuse(LENGTH, self.config)
-        self.feed = Feed(self.config, self.world, dataset.train)
+        self.feed = Feed(
+            self.config.train, self.config.data.workers, self.config.run.seed, self.world, dataset.train
+        )
 
     def close(self) -> None:
         """End the threads that prepare batches."""
@@ -200,7 +207,11 @@ class Trainer:
 
     @property
     def state(self) -> detect.TrainingState:
-        return detect.TrainingState(self.config, self.world, self.model, self.optimizer, self.position)
+        config = self.config
+        return detect.TrainingState(
+            config.fault, config.parallel, config.train, config.optimizer.in_backward, self.world, self.model,
+            self.optimizer, self.position,
+        )  # fmt: skip
 
     # -- one step
 
@@ -237,8 +248,8 @@ class Trainer:
         return self._end(started, agreed, left_out)
 
     def _goes_on_after(self, step: int) -> bool:
-        """Whether the next step may begin before the host knows the numbers of this one: not if the state after this
-        one is saved, validated, traced or recorded, and not if the run ends."""
+        """Return whether the next step may begin before the host knows the numbers of this one: not if the state after
+        this one is saved, validated, traced or recorded, and not if the run ends."""
         config = self.config
         periods = config.checkpoint.every, config.validation.every, config.validation.tasks_every
         first, last = config.profile.steps or (0, 0)
@@ -255,8 +266,8 @@ class Trainer:
     def _begun_after(
         self, before: StartedStep, stop: StopRequest, save_ended: bool
     ) -> StartedStep | Exception:
-        """The step after one whose numbers are not known, or the error with which it failed: the step before it is
-        reported first."""
+        """Return the step after one whose numbers are not known, or the error with which it failed: the step before it
+        is reported first."""
         here, samples = self.position, before.first + self.config.train.global_batch
         self.position = replace(here, step=before.number, samples=samples)
         try:
@@ -332,13 +343,13 @@ class Trainer:
             losses = self.world.figures(self.position.past.losses)
             if before is not None:
                 losses = torch.cat([losses, before.reduction.loss[None]])
-            wrong = wrong | may_be_spike(reduction.loss, losses[-settings.spike_window :], settings)
+            wrong = wrong | detect.may_be_spike(reduction.loss, losses[-settings.spike_window :], settings)
         if before is not None and before.left_out is not None:
             wrong = wrong | before.left_out.bool()
         return wrong.float()
 
     def _end(self, started: StartedStep, agreed: Agreed, left_out: Agreed | None) -> StepResult:
-        """The result of a step whose numbers the host has read, which has its optimizer step now if it had none.
+        """Return the result of a step whose numbers the host has read, which has its optimizer step now if it had none.
 
         `left_out`: its numbers when it was done first, and the device left it out; None if it was done once.
         """
@@ -366,7 +377,7 @@ class Trainer:
         return StepResult(agreed, loss, auxiliary, started.rate, fault, data.untrained, repeat)
 
     def _next_data(self) -> StepData:
-        """The data of the next step. The position moves over global batches without a trained token."""
+        """Return the data of the next step. The position moves over global batches without a trained token."""
         heartbeat.at(heartbeat.DATA)
         self.clock.to("data")
         started = time.perf_counter()
@@ -410,8 +421,8 @@ class Trainer:
         return self.engine.clip_gradients(self.model, limit), None
 
     def _fault(self, agreed: Agreed, gradients: StepGradients, votes: Sequence[Fault]) -> Fault | None:
-        """The fault of the step on all ranks: of its numbers, or one that a hook has asked for. `votes`: of this rank's
-        hooks."""
+        """Return the fault of the step on all ranks: of its numbers, or one that a hook has asked for. `votes`: of this
+        rank's hooks."""
         with recipe.parallel_loss(self.world.dims):
             fault = detect.fault_of_step(self.state, agreed, gradients.shares, gradients.again)
         return fault or detect.fault_of_hooks(self.state, agreed, votes)
@@ -428,7 +439,8 @@ class Trainer:
         finally:
             if left_out is not None:
                 del flagged.grad_scale, flagged.found_inf
-        float8.prepare_scales(self.model, self.config)
+        if self._gathers_float8:
+            float8.prepare_scales(self.model)
         if left_out is not None:
             self._free_gradients()
 
@@ -443,13 +455,14 @@ class Trainer:
         if not self.config.fault.verifies(step):
             return work()
         trial = work
-        if self.config.optimizer.in_backward:
+        if in_backward := self.config.optimizer.in_backward:
             trial = partial(self._forward_backward, *tensors, completes=False)
-        return verifying.twice(self.model, self.optimizer, self.config, step, trial, work)
+        graphed = self.config.train.cuda_graph
+        return verifying.twice(self.model, self.optimizer, step, trial, work, in_backward, graphed)
 
     def _forward_backward(self, weights: Tensor, *tensors: Tensor, completes: bool = True) -> Tensor:
-        """The tensors of one micro-batch after another, see `tensors_of`; returns the losses summed over the tokens:
-        cross-entropy, then the auxiliary ones, float64 [1 + auxiliaries].
+        """Return the tensors of one micro-batch after another, see `tensors_of`; returns the losses summed over the
+        tokens: cross-entropy, then the auxiliary ones, float64 [1 + auxiliaries].
 
         Unless it `completes` the step, the last micro-batch is as those before it.
         """
@@ -486,10 +499,10 @@ class Trainer:
         Returns the checkpoint, from which hooks and random generators go on in `open_hooks`.
         """
         self.close()
-        checkpoints = checkpoints_of(folder, self.config)
+        checkpoints = checkpoints_of(folder, self.config.checkpoint)
         loaded = loading.load_newest(checkpoints, self.model, self.optimizer, reporter.say)
         self.position = loaded.position
-        dataset, lines = extended(self.config, self.dataset, self.position.samples)
+        dataset, lines = extended(self.config.for_data, self.dataset, self.position.samples)
         steps = self.config.train.steps
         self._set_data(self.config, dataset)
         if (now := self.config.train.steps) != steps:
@@ -511,7 +524,8 @@ class Trainer:
         loaded = loading.load_newest(checkpoints, self.model, self.optimizer, reporter.say, latest)
         self.position = loaded.position.after_rewind(self.position, stop)
         self._load_rest(loaded, reporter, goes_back=True)
-        float8.prepare_scales(self.model, self.config)
+        if self._gathers_float8:
+            float8.prepare_scales(self.model)
 
     def _load_rest(self, loaded: LoadedRun, reporter: Reporter, goes_back: bool = False) -> None:
         """Let hooks and random generators go on from a checkpoint, of which the rest is loaded.

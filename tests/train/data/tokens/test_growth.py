@@ -90,8 +90,10 @@ def config_of(folder: Path, mixed: bool = False, **data: Any) -> Config:
 def again(config: Config, known: Sequence[Known], samples: int) -> Dataset:
     """As a resume: what the run knows comes from a file."""
     stored = json.loads(json.dumps([each.as_json() for each in known]))
-    dataset = continued(config, load_dataset(config), [Known.from_json(each) for each in stored])
-    return extended(config, dataset, samples)[0]
+    dataset = continued(
+        config.for_data, load_dataset(config.for_data), [Known.from_json(each) for each in stored]
+    )
+    return extended(config.for_data, dataset, samples)[0]
 
 
 def known(dataset: Dataset) -> list[Known]:
@@ -129,7 +131,7 @@ def test_the_past_stays_and_everything_new_comes_once(
 ) -> None:
     files(tmp_path)
     config = config_of(tmp_path, mixed, appended=True, **data)
-    before = load_dataset(config)
+    before = load_dataset(config.for_data)
     at = GLOBAL * (2 + before.train.sources[0].samples // GLOBAL // 2)
     past = rows(before, 0, at)
     epoch = before.train.epochs_under_way(at)[0]
@@ -172,7 +174,7 @@ def test_no_document_is_repeated_or_lost_within_an_epoch(
         validation_source=str(tmp_path / "m.jsonl"),
     )
     config = config.model_copy(update={"train": config.train.model_copy(update={"seq_len": 48})})
-    before = load_dataset(config)
+    before = load_dataset(config.for_data)
     at = GLOBAL
     growth(tmp_path)
     grown = again(config, known(before), at)
@@ -273,7 +275,7 @@ def test_trained_tokens_of_a_source_that_grew_in_the_middle(tmp_path: Path, data
     append("a1.jsonl", 0, 20)
     append("a2.jsonl", 100, 120)
     config = config_of(tmp_path, appended=True, kind="completions", **data)
-    before = load_dataset(config)
+    before = load_dataset(config.for_data)
     append("a1.jsonl", 20, 40)
     grown = again(config, known(before), 2 * GLOBAL)
     old, new = (each.train.sources[0].parts[0] for each in (before, grown))
@@ -333,7 +335,7 @@ def test_other_changes_are_refused_with_and_without_the_option(
 ) -> None:
     files(tmp_path)
     config = config_of(tmp_path, **data)
-    knows = known(load_dataset(config))
+    knows = known(load_dataset(config.for_data))
     wrong(tmp_path)
     for appended in (True, False):
         with pytest.raises(UserError, match=r"--resume: .*expected .* found .*restore") as caught:
@@ -349,7 +351,7 @@ def test_other_changes_are_refused_with_and_without_the_option(
 def test_growth_needs_the_option(tmp_path: Path, growth: Callable[[Path], None]) -> None:
     files(tmp_path)
     config = config_of(tmp_path)
-    knows = known(load_dataset(config))
+    knows = known(load_dataset(config.for_data))
     growth(tmp_path)
     with pytest.raises(UserError, match=r"found \d+ more; set data.appended to true"):
         again(config, knows, GLOBAL)
@@ -359,7 +361,7 @@ def test_a_longer_text_is_a_changed_document(tmp_path: Path) -> None:
     path = tmp_path / "a1.txt"
     path.write_text("one text\n" * 50)
     config = config_of(tmp_path, appended=True, source=str(path))
-    knows = known(load_dataset(config))
+    knows = known(load_dataset(config.for_data))
     path.write_text("one text\n" * 51)
     with pytest.raises(UserError, match="found other tokens: a document"):
         again(config, knows, GLOBAL)
@@ -368,9 +370,11 @@ def test_a_longer_text_is_a_changed_document(tmp_path: Path) -> None:
 def test_too_few_new_documents_wait_for_more(tmp_path: Path) -> None:
     files(tmp_path)
     config = config_of(tmp_path, appended=True, packing="split")
-    before = load_dataset(config)
+    before = load_dataset(config.for_data)
     write(tmp_path / "a2.jsonl", ["tiny"], "a")
-    grown, lines = extended(config, continued(config, load_dataset(config), known(before)), GLOBAL)
+    grown, lines = extended(
+        config.for_data, continued(config.for_data, load_dataset(config.for_data), known(before)), GLOBAL
+    )
     assert len(lines) == 1 and lines[0].endswith("they come in once more are appended")
     assert rows(grown, 0, 20 * GLOBAL) == rows(before, 0, 20 * GLOBAL)
     write(tmp_path / "a2.jsonl", texts("b", 30, 40), "a")
@@ -382,7 +386,7 @@ def test_too_few_new_documents_wait_for_more(tmp_path: Path) -> None:
 def test_the_same_tokens_in_other_files_are_the_same_data(tmp_path: Path) -> None:
     files(tmp_path)
     config = config_of(tmp_path)
-    before = load_dataset(config)
+    before = load_dataset(config.for_data)
     (tmp_path / "a2.jsonl").rename(tmp_path / "a7.jsonl")
     assert rows(again(config, known(before), GLOBAL), 0, 9 * GLOBAL) == rows(before, 0, 9 * GLOBAL)
 
@@ -394,9 +398,9 @@ def test_ends_of_byte_documents_count_where_samples_depend_on_them(
     path = tmp_path / "a1.jsonl"
     config = config_of(tmp_path, validation_fraction=0.0, validation_source=str(path), **data)
     write(path, ["ab" * 20, "cd" * 30])
-    before = load_dataset(config)
+    before = load_dataset(config.for_data)
     write(path, ["ab" * 20 + "\n" + "cd" * 30])
-    after = load_dataset(config)
+    after = load_dataset(config.for_data)
     assert (before.sha256 == after.sha256) == same
     if same:
         assert rows(again(config, known(before), 0), 0, 5 * GLOBAL) == rows(before, 0, 5 * GLOBAL)
@@ -409,8 +413,8 @@ def test_ends_of_byte_documents_count_where_the_validation_part_begins_with_one(
     path = tmp_path / "a1.jsonl"
     config = config_of(tmp_path)
     write(path, ["ab" * 100, "cd" * 22, "ef" * 11])
-    before = load_dataset(config)
+    before = load_dataset(config.for_data)
     write(path, ["ab" * 100, "cd" * 22 + "\n" + "ef" * 11])
-    assert load_dataset(config).sha256 == before.sha256
+    assert load_dataset(config.for_data).sha256 == before.sha256
     with pytest.raises(UserError, match="found other tokens"):
         again(config, known(before), 0)

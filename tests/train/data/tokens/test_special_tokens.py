@@ -115,7 +115,7 @@ def data_of(
         "[train]\nseq_len = 256\nglobal_batch = 1\nmicro_batch = 1\n[validation]\nevery = 0\n"
     )
     config = load_config(folder / "job.toml")
-    dataset = load_dataset(config)
+    dataset = load_dataset(config.for_data)
     tokens = dataset.materials[0].tokens
     ids = tokens.ids[: tokens.ends[0]].tolist()
     learnt = (
@@ -124,10 +124,10 @@ def data_of(
         else [i for i, t in zip(ids, tokens.trained[: len(ids)], strict=True) if t]
     )
     if special_tokens or kind != "documents" or not tokens.spelled:
-        check_special_tokens(config, dataset)
+        check_special_tokens(config.for_data, dataset)
     else:
         with pytest.raises(UserError, match=r'data.special_tokens: expected "text" or "tokens"'):
-            check_special_tokens(config, dataset)
+            check_special_tokens(config.for_data, dataset)
     return dataset, ids, learnt
 
 

@@ -146,7 +146,7 @@ class Found(NamedTuple):
 
 def trainer(config: Config, rank: int, world_size: int) -> Trainer:
     world = World.of(config.parallel, rank, world_size, torch.device("cpu"))
-    return Trainer(config, world, load_dataset(config))
+    return Trainer(config, world, load_dataset(config.for_data))
 
 
 def found_by(job: Trainer) -> Found:
@@ -249,7 +249,7 @@ def test_ranks_of_the_rows_have_no_trained_token_in_a_step(
 ) -> None:
     write_files(tmp_path)
     row = {"model": "llama", "samples": samples, "packing": packing, "accumulate": "hold"}
-    stream = load_dataset(config_of(row, tmp_path, 1, engine="none")).train
+    stream = load_dataset(config_of(row, tmp_path, 1, engine="none").for_data).train
     for ranks in (2, 3, 4):
         share = SAMPLES // ranks
         counts = [stream.trained(first, share) for first in range(0, STEPS * SAMPLES, share)]

@@ -92,10 +92,10 @@ def test_values_over_two_axes(rank: int, world_size: int) -> None:
 def test_nothing_is_whole_before_it_is_sharded(rank: int, world_size: int) -> None:
     config = tiny(parallel={"engine": "shardwright"})
     torch.manual_seed(0)
-    model = recipe.build_for(config, 256)
+    model = recipe.build_for(config.for_building, 256)
     assert all(recipe.has_no_values(parameter) for parameter in model.parameters())
     for engine in ("fsdp2", "fsdp1", "ddp"):  # torch's own engines need values
-        whole = recipe.build_for(tiny(parallel={"engine": engine}), 256)
+        whole = recipe.build_for(tiny(parallel={"engine": engine}).for_building, 256)
         assert not any(recipe.has_no_values(parameter) for parameter in whole.parameters())
 
 
@@ -119,18 +119,18 @@ def test_the_check_counts_all_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory(128 * 10**9))
     whole, ours = eight_billion(engine="fsdp2"), eight_billion()
     weights, tables = 4 * 8_030_261_248, 4 * 131_072 * 128
-    assert host_memory.building_bytes(whole, 8, "cuda").total == weights + tables
+    assert host_memory.building_bytes(whole.for_building, 8, "cuda").total == weights + tables
     with pytest.raises(
         UserError, match=r"found 8,030,261,248 parameters\. .*the 8 ranks of this machine need"
     ) as e:
-        host_memory.check_model_fits(whole, 8, 8, "cuda")
+        host_memory.check_model_fits(whole.for_building, 8, 8, "cuda")
     assert f"{8 * (weights + tables):,} bytes" in str(e.value)
     assert "parallel.engine = 'fsdp2'; 'shardwright' builds it in shards" in str(e.value)
-    host_memory.check_model_fits(whole, 8, 1, "cuda")  # one rank on each of eight hosts
+    host_memory.check_model_fits(whole.for_building, 8, 1, "cuda")  # one rank on each of eight hosts
     # Of ours only the largest matrix, while it is drawn, is in the host's memory beside GPUs.
     drawing = 4 * 128_256 * 4096
-    assert host_memory.building_bytes(ours, 8, "cuda").total == tables + drawing
-    host_memory.check_model_fits(ours, 8, 8, "cuda")
+    assert host_memory.building_bytes(ours.for_building, 8, "cuda").total == tables + drawing
+    host_memory.check_model_fits(ours.for_building, 8, 8, "cuda")
     for options, cuts in (
         ({}, 8),
         ({"strategy": "zero1"}, 8),
@@ -140,9 +140,12 @@ def test_the_check_counts_all_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch)
         ({"tensor": 2}, 8),
         ({"tensor": 2, "strategy": "ddp"}, 2),
     ):
-        found = host_memory.building_bytes(eight_billion(**options), 8, "cpu")
+        found = host_memory.building_bytes(eight_billion(**options).for_building, 8, "cpu")
         assert found.weights == weights // cuts and found.drawing == drawing, options
-    assert host_memory.building_bytes(eight_billion(offload="cpu"), 8, "cuda").weights == weights // 8
+    assert (
+        host_memory.building_bytes(eight_billion(offload="cpu").for_building, 8, "cuda").weights
+        == weights // 8
+    )
 
 
 def test_the_largest_parameter_of_each_preset_is_known() -> None:

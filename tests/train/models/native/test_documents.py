@@ -18,7 +18,7 @@ from shardwright.train.models import packed
 from shardwright.train.models.native import hybrid, llama, mamba
 from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.native.llama import Llama, LlamaConfig
-from shardwright.train.models.native.scan import selective_scan
+from shardwright.train.models.native.mamba import selective_scan
 from shardwright.train.models.packed import Documents, attend, edges_within
 from tests.train.kit.hybrid import TINY
 from tests.train.models.kit import packed as kit

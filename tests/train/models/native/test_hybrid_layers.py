@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from shardwright.train.models.native import hybrid
 from shardwright.train.models.native.hybrid import Block, MixtureOfExperts, imbalance
-from shardwright.train.models.native.scan import selective_scan
+from shardwright.train.models.native.mamba import selective_scan
 from tests.train.kit.hybrid import TINY, tiny
 
 

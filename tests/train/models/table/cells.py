@@ -141,7 +141,7 @@ def _outcome(cell: Cell, path: Path, expected: dict[str, Step]) -> Outcome:
     try:
         config = cell.config(path)
         check_division(config, ranks)
-        check_device(config, "cpu")
+        check_device(config.train, "cpu")
     except (UserError, ValidationError) as error:
         return Outcome(REFUSED, _described(error))
     except Exception as error:

@@ -7,8 +7,7 @@ import hashlib
 import random
 import re
 
-from shardwright.train.report.page.curves import thinned
-from shardwright.train.report.page.document import LIMIT, document, embedded
+from shardwright.train.report.page.document import LIMIT, document, embedded, thinned
 from shardwright.train.report.page.plan import plan_page
 from tests.train.report.page.kit import HOSTILE, judged, read_page, small_program
 

@@ -49,7 +49,7 @@ def job(base: Path, **sections: dict[str, Any]) -> Config:
 
 
 def said(config: Config, resumes: bool = False) -> list[str]:
-    return list(before_steps(config, load_dataset(config), resumes))
+    return list(before_steps(config.for_building, config.data, load_dataset(config.for_data), resumes))
 
 
 def test_bytes_are_the_tokenizer_beside_a_model_that_we_exported(base: Path, tmp_path: Path) -> None:
@@ -150,20 +150,20 @@ def test_an_export_keeps_the_settings_of_its_base(base: Path, tmp_path: Path) ->
     config = job(base)
     own = open_tokenizer(str(base))
     assert set(own.ends) - {0, 5}  # </s>
-    assert generation_settings(config, own) == {**settings, "eos_token_id": [0, 5, own.end]}
+    assert generation_settings(config.model, own) == {**settings, "eos_token_id": [0, 5, own.end]}
     settings["eos_token_id"] = list(own.ends)
     (base / "generation_config.json").write_text(json.dumps(settings))
-    assert generation_settings(config, own) == settings
-    assert with_ids({"pad_token_id": 3, "eos_token_id": own.end}, config, own)["pad_token_id"] == 3
+    assert generation_settings(config.model, own) == settings
+    assert with_ids({"pad_token_id": 3, "eos_token_id": own.end}, config.model, own)["pad_token_id"] == 3
     for other in (Bytes(), open_tokenizer(str(other_tokenizer(tmp_path / "other")))):
         end = None if not other.ends else other.ends[0]
         ids = {"bos_token_id": other.begin, "eos_token_id": end, "pad_token_id": None}
-        assert generation_settings(config, other) == {**settings, **ids}
+        assert generation_settings(config.model, other) == {**settings, **ids}
     (base / "generation_config.json").write_text("{")
     with pytest.raises(
         UserError, match=r"expected a JSON object in .*generation_config.json, found a damaged"
     ):
-        generation_settings(config, own)
+        generation_settings(config.model, own)
 
 
 def test_the_base_of_an_export_may_be_on_the_hub(
@@ -176,11 +176,11 @@ def test_the_base_of_an_export_may_be_on_the_hub(
     with hub(tmp_path / "models") as (address, _):
         monkeypatch.setenv("HF_ENDPOINT", address)
         config = job(base, model={"path": "owner/base"})
-        settings = generation_settings(config, Bytes())
+        settings = generation_settings(config.model, Bytes())
         assert "temperature" not in settings and settings["eos_token_id"] is None
         assert settings["transformers_version"]
     notices: list[str] = []
     shutil.rmtree(tmp_path / "cache" / "models--owner--base" / "snapshots")
     monkeypatch.setattr("shardwright.train.config.shapes.hub.PAUSE", 0.0)
-    assert generation_settings(config, Bytes(), notices.append)["temperature"] == 0.8
+    assert generation_settings(config.model, Bytes(), notices.append)["temperature"] == 0.8
     assert len(notices) == 1 and "does not answer" in notices[0]

@@ -21,7 +21,8 @@ from shardwright.engine.compat.dtensor import functional_collectives
 from shardwright.train.extend import StepRecord
 from shardwright.train.report.page.notes import notes_picture
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.step.account.step_notes import NOTED, NotesOfStep, TimedEvent
+from shardwright.train.step.account.clock import Event
+from shardwright.train.step.account.step_notes import NOTED, NotesOfStep
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank, world_mesh
 from tests.train.kit.jobs import tiny, train_step, trainer
@@ -99,7 +100,7 @@ class FakeEvent:
     def synchronize(self) -> None:
         assert self.at >= 0
 
-    def elapsed_time(self, later: TimedEvent) -> float:
+    def elapsed_time(self, later: Event) -> float:
         return float(cast(FakeEvent, later).at - self.at)
 
 

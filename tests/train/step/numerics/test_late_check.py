@@ -13,7 +13,7 @@ import torch
 
 from shardwright.train.extend import StepRecord, TrainerHook
 from shardwright.train.launch.signals import StopRequest
-from shardwright.train.step.numerics.fault import FaultError
+from shardwright.train.step.numerics.detect import FaultError
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.train.kit.jobs import HYBRID, steps_in, tiny, trainer

@@ -25,7 +25,7 @@ from shardwright.train.report.jsonl import read_records
 from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.past import Past
 from shardwright.train.run.position import Position
-from shardwright.train.step.numerics.fault import FaultError, is_spike
+from shardwright.train.step.numerics.detect import FaultError, is_spike
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank

@@ -27,7 +27,7 @@ from shardwright.train.data.tokens.tokenizers import Bytes
 from shardwright.train.data.tokens.tokens import Tokens
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
-from shardwright.train.step.numerics.summary import counts_of_incidents, incidents_in_words
+from shardwright.train.step.account.conclusion import counts_of_incidents, incidents_in_words
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.support.matrix import select, together
@@ -238,4 +238,4 @@ def test_a_validation_without_a_trained_token_is_an_error() -> None:
     streams = (Stream([source], [1.0], seed, separate=False) for seed in itertools.count())
     stream = next(each for each in streams if not each.trained(0, G))
     with pytest.raises(UserError, match=r"validation.batches: expected trained tokens in the first 4 valid"):
-        _check_validated(config, stream)
+        _check_validated(config.for_data, stream)

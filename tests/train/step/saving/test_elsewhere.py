@@ -71,7 +71,7 @@ def test_a_run_saves_goes_on_and_is_read_there(
     known_to_children(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     config, run = config_file(tmp_path), tmp_path / "run"
-    there = checkpoints_of(RunFolder(run), tiny(checkpoint={"folder": place(tmp_path, kind)}))
+    there = checkpoints_of(RunFolder(run), tiny(checkpoint={"folder": place(tmp_path, kind)}).checkpoint)
     where = (
         "--checkpoint.folder",
         place(tmp_path, kind),

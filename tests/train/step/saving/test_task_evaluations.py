@@ -101,7 +101,14 @@ class Bench:
         config = tiny(validation={"tasks": ["mine.yaml"], "tasks_every": 2})
         # A sink of `[log] sinks` gets the figures, in a thread.
         reporter = Reporter([self.lines], {"lines": SinkThread("lines", lambda: self.lines, 2.0)})  # type: ignore[list-item, return-value]
-        self.evaluations = TaskEvaluations(config, self.folder, reporter, lambda: self.signals[0] > 0)
+        self.evaluations = TaskEvaluations(
+            config.validation,
+            config.train.steps,
+            self.folder,
+            self.folder.checkpoints,
+            reporter,
+            lambda: self.signals[0] > 0,
+        )
 
     def save(self, *steps: int) -> None:
         for step in steps:
@@ -332,12 +339,9 @@ def test_all_ranks_wait_in_rounds(rank: int, world_size: int, stopped_rank: int 
             assert seconds == 0.5  # a quarter of the stall's limit
             return self.rounds < 4 or stopped_rank is not None
 
-    world = SimpleNamespace(device=torch.device("cpu"))
-    config = tiny(validation={"tasks": ["mine.yaml"]}, fault={"stall_seconds": 2.0})
-    trainer: Any = SimpleNamespace(config=config, world=world, position=SimpleNamespace(step=7))
     stop: Any = SimpleNamespace(signal_number=15 if rank == stopped_rank else None)
     first: Any = First() if rank == 0 else None
-    await_tasks(trainer, first, stop)
+    await_tasks(first, stop, 7, torch.device("cpu"), stall_seconds=2.0)
     assert first is None or first.rounds == (4 if stopped_rank is None else 1)
 
 

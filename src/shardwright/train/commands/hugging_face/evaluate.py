@@ -27,8 +27,9 @@ from shardwright.train.commands.export import export, reader_by_kind, tokenizer_
 from shardwright.train.commands.generate import texts_begin
 from shardwright.train.commands.hugging_face import harness
 from shardwright.train.commands.hugging_face.late_results import send
-from shardwright.train.config import Config
+from shardwright.train.config import DataConfig, ValidationConfig
 from shardwright.train.config.sections.validation import YAML
+from shardwright.train.config.shapes.presets import Shape
 from shardwright.train.data.dataset import template_of
 from shardwright.train.data.tokens.requests import Requests
 from shardwright.train.data.tokens.tokenizers import (
@@ -112,16 +113,16 @@ def evaluate(
         requests = Requests(tokenizer, tokenizer.chat_template if chat else None)
         return _computed(folder, request, (str(folder), requests), run / "evaluation.json", None, say)
     record, config = source.record(), source.config()  # raises an error for a folder that is no run
-    _check_reader(reader_by_kind(config), "evaluate")
-    name = recorded_tokenizer(record, config)
-    requests = requests_of(config, open_tokenizer(name), chat)
+    _check_reader(reader_by_kind(config.model.shape()), "evaluate")
+    name = recorded_tokenizer(record, config.data)
+    requests = requests_of(config.data, open_tokenizer(name), chat)
     if chat:
         _check_template(requests.template, f"of {run}", CHAT)
     with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
         exported = export(run, Path(temporary) / "model", step=step, dtype=dtype, say=say)
         file = source.evaluation_file(exported.step)
         evaluated = _computed(exported.folder, request, (name, requests), file, exported.step, say)
-    send(source, config, exported.step, evaluated.tasks, say)
+    send(source, exported.step, evaluated.tasks, say)
     return evaluated
 
 
@@ -133,17 +134,17 @@ def check_tasks(tasks: Sequence[str]) -> None:
         _results({"folder": None, "tasks": names}, stream, "import lm_eval shows more")
 
 
-def check_job(config: Config) -> None:
-    """Raise UserError if no task can be evaluated beside a run with this configuration. Names of tasks are not looked
-    up."""
-    if not config.validation.tasks:
+def check_job(validation: ValidationConfig, data: DataConfig, shape: Shape) -> None:
+    """Raise UserError if no task can be evaluated beside a run with these settings and a model of this
+    shape. Names of tasks are not looked up."""
+    if not validation.tasks:
         return
     _check_package("validation.tasks")
-    _check_reader(reader_by_kind(config), "validation.tasks")
-    for task in config.validation.tasks:
+    _check_reader(reader_by_kind(shape), "validation.tasks")
+    for task in validation.tasks:
         _absolute(task, "validation.tasks")
-    if config.validation.tasks_apply_chat_template:
-        template = template_of(config.data, open_tokenizer(config.data.tokenizer))
+    if validation.tasks_apply_chat_template:
+        template = template_of(data, open_tokenizer(data.tokenizer))
         _check_template(template, "of this run", "validation.tasks_apply_chat_template")
 
 
@@ -202,14 +203,14 @@ def tokenizer_of_requests(tokenizer: FromFile) -> Iterator[str]:
         yield temporary
 
 
-def requests_of(config: Config, tokenizer: Tokenizer, chat: bool) -> Requests:
+def requests_of(data: DataConfig, tokenizer: Tokenizer, chat: bool) -> Requests:
     """Return what makes the ids of requests to a model of a run."""
-    kinds = {each.kind for each in config.data.training}
+    kinds = {each.kind for each in data.training}
     return Requests(
         tokenizer,
-        template_of(config.data, tokenizer) if chat else None,
-        config.data.spelled,
-        texts_begin(config, tokenizer),
+        template_of(data, tokenizer) if chat else None,
+        data.spelled,
+        texts_begin(data, tokenizer),
         apart="documents" not in kinds,
     )
 
@@ -245,7 +246,7 @@ def _computed(
 
 
 def _results(request: Mapping[str, Any], stream: IO[bytes], advice: str) -> dict[str, Any]:
-    """The results of lm-eval in a process of its own, which prints to `stream`. `advice`: where to read that."""
+    """Return the results of lm-eval in a process of its own, which prints to `stream`. `advice`: where to read that."""
     with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-") as temporary:
         files = Path(temporary) / "request.json", Path(temporary) / "result.json"
         files[0].write_text(strict_json(request), encoding="utf-8")
@@ -265,8 +266,9 @@ def _results(request: Mapping[str, Any], stream: IO[bytes], advice: str) -> dict
 
 
 def tasks_of(found: Mapping[str, Any], limit: int | None, chat: bool = False) -> dict[str, dict[str, Any]]:
-    """The results of lm-eval, by name of a task: metrics with value, standard error and whether a higher one is better,
-    each None if it is not known; and the samples, shots and versions behind them, and whether `chat` templates are."""
+    """Return the results of lm-eval, by name of a task: metrics with value, standard error and whether a higher one is
+    better, each None if it is not known; and the samples, shots and versions behind them, and whether `chat` templates
+    are."""
     tasks: dict[str, dict[str, Any]] = {}
     for name, figures in found["results"].items():
         metrics = {}

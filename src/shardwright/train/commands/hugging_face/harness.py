@@ -14,7 +14,7 @@ from typing import Any
 
 
 def evaluated(request: dict[str, Any]) -> dict[str, Any]:
-    """The results of lm_eval, or {"mistake": ...} for a task that it does not know.
+    """Return the results of lm_eval, or {"mistake": ...} for a task that it does not know.
 
     Args:
         request: the keys folder, tasks, limit, device, batch_size, apply_chat_template, ids, which has the arguments

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Literal
 
 from shardwright.engine.extend import in_words
-from shardwright.train.config import Config
 from shardwright.train.config.catalog.records import RunEnd
 from shardwright.train.config.catalog.sinks import RunSite, check_packages, sinks as named_sinks
 from shardwright.train.errors import UserError
@@ -26,9 +25,7 @@ from shardwright.train.run.lock import is_in_use
 from shardwright.train.run.metrics import recorded_step
 
 
-def send(
-    folder: RunFolder, config: Config, step: int, tasks: Mapping[str, Any], say: Callable[[str], None]
-) -> None:
+def send(folder: RunFolder, step: int, tasks: Mapping[str, Any], say: Callable[[str], None]) -> None:
     """Send the results of tasks on the checkpoint of `step` to the sinks of the run.
 
     TensorBoard always gets them. A service gets them in its run, if the run has ended. A line says why a sink does not
@@ -36,14 +33,14 @@ def send(
     """
     values = scalars_of(tasks)
     uses_folder = is_beside_run() or is_in_use(folder.path)
-    for name in config.log.sinks:
+    for name in folder.config().log.sinks:
         try:
             if name == "tensorboard":
                 write_scalars(folder.path / "tensorboard" / "tasks", values, step)
                 continue
             reason = _problem(folder, name, uses_folder)
             if not reason:
-                _send_to(folder, config, name, step, values)
+                _send_to(folder, name, step, values)
         except Exception as error:  # of the service: the evaluation is done
             reason = str(error) if isinstance(error, UserError) else f"it raised {in_words(error)}"
         if reason:
@@ -51,7 +48,7 @@ def send(
 
 
 def _problem(folder: RunFolder, name: str, uses_folder: bool) -> str:
-    """The reason why a sink cannot go on with the run. Empty: it can."""
+    """Return the reason why a sink cannot go on with the run. Empty: it can."""
     if not named_sinks.get(name).reopens:
         return "it cannot go on with a run that has ended"
     if uses_folder:
@@ -62,10 +59,11 @@ def _problem(folder: RunFolder, name: str, uses_folder: bool) -> str:
     return ""
 
 
-def _send_to(folder: RunFolder, config: Config, name: str, step: int, values: Mapping[str, float]) -> None:
+def _send_to(folder: RunFolder, name: str, step: int, values: Mapping[str, float]) -> None:
     """Open the sink as for a resume, in the project that it had, and close it as the run has ended."""
     stored = stored_run(folder.path, name)
     assert stored is not None
+    config = folder.config()
     log = config.log.model_copy(update={"project": stored.project})
     last = max(1, recorded_step(folder.metrics_file))
     site = RunSite(folder.path.absolute(), config.model_copy(update={"log": log}), last)

@@ -18,7 +18,7 @@ CONDITIONS = {"samples": None, "shots": None, "version": None, "chat_template": 
 
 
 def of_tasks(step: int | None, tasks: Mapping[str, Any]) -> Table:
-    """A row for each metric of each task. `step`: of the checkpoint, None for an exported folder."""
+    """Return a row for each metric of each task. `step`: of the checkpoint, None for an exported folder."""
     table = _table("Tasks" if step is None else f"Tasks at step {step}")
     for name in ("value", "samples", "shots"):
         table.add_column(name, justify="right")
@@ -30,7 +30,7 @@ def of_tasks(step: int | None, tasks: Mapping[str, Any]) -> Table:
 
 
 def of_runs(names: Sequence[str], evaluations: Sequence[Evaluation | None]) -> Table:
-    """A row for each metric of each task, and a column for each run with its newest results."""
+    """Return a row for each metric of each task, and a column for each run with its newest results."""
     table = _table("Tasks")
     for name, evaluation in zip(names, evaluations, strict=True):
         step = "" if evaluation is None else f"\nstep {evaluation.step}"
@@ -46,7 +46,7 @@ def of_runs(names: Sequence[str], evaluations: Sequence[Evaluation | None]) -> T
 
 
 def over_steps(names: Sequence[str], evaluations: Sequence[Sequence[Evaluation]]) -> Table:
-    """A row for each metric at each step, for the newest steps, and a column for each run."""
+    """Return a row for each metric at each step, for the newest steps, and a column for each run."""
     by_step = [{each.step: each.tasks for each in own} for own in evaluations]
     steps = sorted({step for own in by_step for step in own})[-MOST_STEPS:]
     table = _table("Tasks over steps")
@@ -69,7 +69,7 @@ def over_steps(names: Sequence[str], evaluations: Sequence[Sequence[Evaluation]]
 
 
 def other_conditions(names: Sequence[str], evaluations: Sequence[Evaluation | None]) -> list[str]:
-    """Lines about tasks that runs have computed in other ways, so their metrics do not compare."""
+    """Return lines about tasks that runs have computed in other ways, so their metrics do not compare."""
     lines = []
     tasks = dict.fromkeys(task for each in evaluations if each is not None for task in each.tasks)
     for task, key in ((task, key) for task in tasks for key in CONDITIONS):

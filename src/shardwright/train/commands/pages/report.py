@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from shardwright.common.json_text import strict_json
 from shardwright.train.commands.pages.html_file import check_place, write_page
 from shardwright.train.commands.pages.shown_run import Curve, ShownRun, read_shown_run, shortened
-from shardwright.train.report.page.curves import thinned
-from shardwright.train.report.page.document import LIMIT, document, size_of
+from shardwright.train.report.page.document import LIMIT, document, size_of, thinned
 from shardwright.train.run.evaluations import TASKS
 
 FILE = "report.html"  #: in the folder of the first run
@@ -43,7 +42,7 @@ class Share(NamedTuple):
     characters: int
 
     def divided(self, curves: int, runs: int) -> Share:
-        """The share of one curve and of one run."""
+        """Return the share of one curve and of one run."""
         shares = Share(self.points // curves, self.rows // runs, self.characters // runs)
         return Share(
             *(min(most, max(least, own)) for least, own, most in zip(LEAST, shares, MOST, strict=True))
@@ -73,7 +72,8 @@ def report(runs: Sequence[Path], html: Path | None) -> int:
 
 
 def page_of(runs: Sequence[ShownRun]) -> str:
-    """The text of the HTML file. It is below the limit of a page, unless what cannot be shortened is too large."""
+    """Return the text of the HTML file. It is below the limit of a page, unless what cannot be shortened is too
+    large."""
     curves = [_curves(run, runs) for run in runs]
     each = OF_ALL_RUNS.divided(max(1, sum(map(len, curves))), len(runs))
     longest = max((len(curve) for own in curves for curve in own.values()), default=0)
@@ -101,7 +101,7 @@ def page_of(runs: Sequence[ShownRun]) -> str:
 
 
 def _advice(runs: Sequence[ShownRun]) -> str:
-    """The part that a user can leave out of a page which is too large."""
+    """Return the part that a user can leave out of a page which is too large."""
     if len(runs) > 1:
         return "Report fewer runs"
     (run,) = runs
@@ -111,7 +111,8 @@ def _advice(runs: Sequence[ShownRun]) -> str:
 
 
 def _curves(run: ShownRun, runs: Sequence[ShownRun]) -> dict[str, Curve]:
-    """The curves of a run that are drawn, and the relative difference of its loss from the first run's, in percent."""
+    """Return the curves of a run that are drawn, and the relative difference of its loss from the first run's, in
+    percent."""
     curves, first = run.curves(), runs[0]
     if len(runs) > 1:
         curves = {

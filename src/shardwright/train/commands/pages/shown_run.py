@@ -112,7 +112,7 @@ class ShownRun:
         return {**facts, **self.settings}
 
     def curves(self) -> dict[str, Curve]:
-        """Values over steps, by the keys of metrics.jsonl; those of objects as KEY/NAME, metrics of tasks as
+        """Return values over steps, by the keys of metrics.jsonl; those of objects as KEY/NAME, metrics of tasks as
         tasks/TASK/METRIC."""
         curves: dict[str, Curve] = {}
         for record in self.steps:
@@ -124,7 +124,7 @@ class ShownRun:
         return {key: sorted(curve) for key, curve in curves.items()}
 
     def results(self) -> dict[str, Any]:
-        """The figures of a comparison, and the memory in run.json."""
+        """Return the figures of a comparison, and the memory in run.json."""
         recorded = self.record.get("results") or {}
         memory = {key: recorded.get(key) for key in ("peak_memory", "held_memory", "leased_memory")}
         if not self.steps:
@@ -150,7 +150,7 @@ class ShownRun:
         return {"data": data, "forward, backward, collectives and optimizer": max(0.0, whole - data)}
 
     def values(self, most: int, characters: int) -> dict[str, Any]:
-        """All but its curves.
+        """Return all but its curves.
 
         Args:
             most: incidents, and sessions. If there are more, the first and the last ones are shown.
@@ -201,7 +201,7 @@ class ShownRun:
 
 
 def _ends(values: Sequence[Any], most: int, name: str, notices: list[str]) -> list[Any]:
-    """At most so many of the values, the first and the last ones, and a notice about those that are left out."""
+    """Return at most `most` of the values, the first and the last ones. A notice says how many are left out."""
     count = len(values)
     if count <= most:
         return list(values)
@@ -214,13 +214,13 @@ def _ends(values: Sequence[Any], most: int, name: str, notices: list[str]) -> li
 
 
 def shortened(text: str) -> str:
-    """The text, or its begin and how many characters follow."""
+    """Return the text, or its begin and how many characters follow."""
     more = len(text) - LONGEST
     return text if more <= 0 else f"{text[:LONGEST]} ... ({counted(more, 'more character')})"
 
 
 def _shortened_texts(value: Any) -> Any:
-    """The value with short texts, also inside an object."""
+    """Return the value with short texts, also inside an object."""
     if isinstance(value, Mapping):
         return {key: _shortened_texts(each) for key, each in value.items()}
     return shortened(value) if isinstance(value, str) else value
@@ -244,7 +244,7 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read_shown_run(path: Path) -> ShownRun:
-    """All of a run that can be read.
+    """Return all of a run that can be read.
 
     Raises:
         UserError: the folder has neither a record nor metrics of a run.
@@ -292,7 +292,7 @@ def read_shown_run(path: Path) -> ShownRun:
 
 
 def _norms(file: Path, notices: list[str]) -> dict[str, Any] | None:
-    """The picture of gradient norms by unit, with a notice about lines that are damaged."""
+    """Return the picture of gradient norms by unit, with a notice about lines that are damaged."""
     try:
         read = read_unit_norms(file)
     except OSError as error:
@@ -315,7 +315,7 @@ def _evaluations(folder: RunFolder, notices: list[str]) -> Iterator[Evaluation]:
 def _sound(
     values: Mapping[str, Any], kinds: Mapping[str, type], where: str, notices: list[str]
 ) -> dict[str, Any]:
-    """The values without those of another kind, and a notice about each of these."""
+    """Return the values without those of another kind, and a notice about each of these."""
     sound = {}
     for key, value in values.items():
         kind = kinds.get(key)
@@ -330,7 +330,7 @@ def _sound(
 
 
 def _sound_record(record: Mapping[str, Any], file: Path, notices: list[str]) -> dict[str, Any]:
-    """The values of run.json of which each has its kind. A session without its first step is not shown."""
+    """Return the values of run.json of which each has its kind. A session without its first step is not shown."""
     sound = _sound(record, RECORD, str(file), notices)
     sound["results"] = _sound(record.get("results", {}), RESULTS, f"{file}, results", notices)
     sessions = []

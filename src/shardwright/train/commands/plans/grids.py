@@ -11,7 +11,7 @@ from dataclasses import replace
 from shardwright.planner import Axis, Figures, Keys, Plan, corners, first_keys, with_keys
 from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config
-from shardwright.train.config.dims import ParallelDims
+from shardwright.train.config.axes import AXES
 from shardwright.train.errors import UserError, did_you_mean
 
 SIZES = (2, 4, 8)  #: of tensor and expert parallelism, up to a node
@@ -21,14 +21,14 @@ LOGITS = 1 << 30
 
 SEARCHED = (
     "train.micro_batch", "activations.checkpoint", "train.compile", "train.loss_chunks", "parallel.strategy",
-    "parallel.replicas", "parallel.reshard_after_forward", "parallel.tensor", "parallel.expert", "parallel.context",
+    "parallel.replicas", "parallel.reshard_after_forward", *(axis.key for axis in AXES),
     "activations.offload", "parallel.offload", "parallel.layout",
 )  # fmt: skip
 """All keys that a search may change."""
 
 
 def with_only(job: PlannedJob, only: Sequence[str]) -> PlannedJob:
-    """The job for a search that changes these keys alone: the others are given, with their own values.
+    """Return the job for a search that changes these keys alone: the others are given, with their own values.
 
     Raises:
         UserError: no search changes one of the keys.
@@ -45,7 +45,7 @@ def with_only(job: PlannedJob, only: Sequence[str]) -> PlannedJob:
 def further_settings(
     config: Config, ranks: int, figures: Figures, given: Mapping[str, str]
 ) -> tuple[list[tuple[Keys, ...]], list[tuple[Keys, ...]], list[Keys]]:
-    """Values of expert and of tensor parallelism, of context parallelism, and of offload, that may be tried.
+    """Return values of expert and of tensor parallelism, of context parallelism, and of offload, that may be tried.
 
     Args:
         config: the job.
@@ -55,12 +55,11 @@ def further_settings(
     """
     sizes = [size for size in SIZES if size <= figures.node and not ranks % size]
     facts = config.parallel.facts
+    free = [axis for axis in AXES if axis.is_known_to(facts) and axis.key not in given]
     further = [
-        _values(key, sizes)
-        for key, known in (("parallel.expert", facts.has_own_keys), ("parallel.tensor", facts.divides_layers))
-        if known and key not in given
+        _values(axis.key, sizes) for what in ("experts", "layers") for axis in free if axis.divides == what
     ]
-    smaller = [_values("parallel.context", sizes)] if "parallel.context" not in given else []
+    smaller = [_values(axis.key, sizes) for axis in free if axis.divides == "samples"]
     last: list[Keys] = []
     if figures.knows_host:
         if not {"activations.offload", "activations.checkpoint"} & given.keys():
@@ -71,11 +70,11 @@ def further_settings(
 
 
 def divides_loss(job: PlannedJob, config: Config, plan: Plan, grids: Sequence[Sequence[Axis]]) -> bool:
-    """Whether all logits of a step together are large, and the loss of this model can be computed in chunks.
+    """Return whether all logits of a step together are large, and the loss of this model can be computed in chunks.
 
     ``grids``: with chunks of the loss. A plan of the first point shows whether they are possible, and is needed later.
     """
-    dims = ParallelDims.of(config.parallel, job.ranks)
+    dims = config.parallel.dims(job.ranks)
     tokens = config.train.global_batch // dims.data * config.train.seq_len
     shape = config.model.shape()
     if "train.loss_chunks" in dict(job.keys) or 4 * tokens * shape.vocab_size < LOGITS:
@@ -95,10 +94,11 @@ def grids_of(
     ``chunks``: of the loss. ``better``: settings that all points have, unless they are given or do not go together.
     """
     given = dict(job.keys)
-    plain = [(f"parallel.{axis}", "1") for axis in ("tensor", "expert", "context")]
+    plain = [(axis.key, "1") for axis in AXES]
     plain += [("parallel.offload", "none"), ("activations.offload", "none")]
-    if "parallel.expert" in dict(keys):
-        plain.append(("train.compile", "none"))  # as it must be with expert parallelism
+    for axis in AXES:
+        if axis.key in dict(keys):
+            plain += [(key, str(config.default_of(key))) for key in axis.needs if key in SEARCHED]
     fixed = with_keys(changed(config, tuple(pair for pair in plain if pair[0] not in given)), keys)
     may_change = config.parallel.facts.has_own_keys and not any(key in given for key, _ in better)
     if better and may_change and (grids := grids_of(job, config, node, chunks, with_keys(better, keys))):
@@ -130,7 +130,7 @@ def _divides(job: PlannedJob, keys: Keys) -> bool:
 def axes_of(
     config: Config, ranks: int, node: int, given: Mapping[str, str], chunks: bool = False
 ) -> Iterator[list[Axis]]:
-    """The grids of settings: one with blocks that inductor compiles, and one with the job's own `train.compile`.
+    """Yield the grids of settings: one with blocks that inductor compiles, and one with the job's own `train.compile`.
 
     Args:
         config: the job.
@@ -139,7 +139,7 @@ def axes_of(
         given: keys that stay as they are.
         chunks: try chunks of the loss, too.
     """
-    dims = ParallelDims.of(config.parallel, ranks)
+    dims = config.parallel.dims(ranks)
     data = dims.data
     axes = [
         Axis("strategy", tuple(_strategies(config, data, dims.data_groups_on(node)))),
@@ -161,7 +161,7 @@ def _values(key: str, values: Iterable[object]) -> tuple[Keys, ...]:
 
 
 def _micro_batches(config: Config, data: int) -> list[int]:
-    """Sizes of micro-batches that divide a rank's samples of a step, each at least twice the one after it."""
+    """Return sizes of micro-batches that divide a rank's samples of a step, each at least twice the one after it."""
     whole = config.train.global_batch // data
     sizes = [1]
     for n in range(2, whole + 1):
@@ -171,8 +171,10 @@ def _micro_batches(config: Config, data: int) -> list[int]:
 
 
 def _strategies(config: Config, data: int, node: int) -> Iterator[Keys]:
-    """Ways to divide the model over so many ranks with data of their own, of which a node has `node`: those that
-    communicate least first."""
+    """Yield ways to divide the model over `data` ranks with data of their own, those that communicate least first.
+
+    `node`: the number of such ranks on a node.
+    """
     if not config.parallel.facts.has_own_keys or data == 1:
         yield ()
         return
@@ -196,5 +198,5 @@ def _strategies(config: Config, data: int, node: int) -> Iterator[Keys]:
 
 
 def changed(config: Config, keys: Keys) -> Keys:
-    """The keys whose values are not those of the job."""
+    """Return the keys whose values are not those of the job."""
     return tuple((key, value) for key, value in keys if str(config.value_at(key)) != value)

@@ -93,7 +93,7 @@ class Wanted:
 
 
 def presets() -> list[str]:
-    """Names of models that need no files."""
+    """Return the names of models that need no files."""
     first, *others = kinds.known()
     return [*first.presets, *(f"{kind.name}:{name}" for kind in others for name in kind.presets)]
 
@@ -142,7 +142,7 @@ def checked_data(sources: Sequence[str]) -> tuple[str, ...]:
 
 
 def _patterns_of(source: str) -> list[str]:
-    """The source; of a folder with files the pattern of these."""
+    """Return the source; of a folder with files the pattern of these."""
     folder = Path(source).expanduser()
     saved = any((folder / name).exists() for name in ("state.json", "dataset_dict.json"))
     if "://" in source or not folder.is_dir() or saved:
@@ -163,7 +163,7 @@ def _patterns_of(source: str) -> list[str]:
 
 
 def checked_tokenizer(name: str) -> str:
-    """The name of a tokenizer, unless there is none that can be read.
+    """Return the name of a tokenizer, unless there is none that can be read.
 
     Raises:
         UserError: there is none.
@@ -176,7 +176,7 @@ def checked_tokenizer(name: str) -> str:
 
 
 def checked_task(task: str, model: str) -> str:
-    """A task, unless it is none of this model.
+    """Return a task, unless it is none of this model.
 
     Raises:
         UserError: it is none.
@@ -192,7 +192,7 @@ def checked_task(task: str, model: str) -> str:
 
 
 def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
-    """The sections of the file before any plan. ``folder``: a place for a file that is checked.
+    """Return the sections of the file before any plan. ``folder``: a place for a file that is checked.
 
     Raises:
         UserError: an answer is wrong.
@@ -257,18 +257,21 @@ def sections_of(wanted: Wanted, folder: Path) -> dict[str, Section]:
 
 
 def _interval(steps: int, most: int, times: int) -> int:
-    """Steps after which a run of so many steps does a thing. 0 steps: their number is not known."""
+    """Return after how many steps a run does a thing that it does `times` times, at most `most`.
+
+    `steps`: of the run; 0 if that is not known.
+    """
     return min(most, max(1, steps // times)) if steps else most
 
 
 def _epoch_steps(wanted: Wanted, tokens: int) -> int:
-    """About the number of steps of so many tokens in `EPOCHS`. 0: it is not known."""
+    """Return about how many steps of `tokens` tokens `EPOCHS` passes over the data take. 0: it is not known."""
     whole = EPOCHS * _tokens_of(wanted.data)
     return max(1, round(whole / tokens)) if whole else 0
 
 
 def _few_steps(steps: int) -> str:
-    """A notice if fine-tuning has few steps; else empty."""
+    """Return a notice if fine-tuning has few steps; else empty."""
     if not 0 < steps < FEW:
         return ""
     return (
@@ -290,14 +293,14 @@ def _has_ids(sources: Sequence[str]) -> bool:
 
 
 def _files_of(source: str) -> list[Path]:
-    """The files here of a source; none of pydoc and of a URL."""
+    """Return the files here of a source; none of pydoc and of a URL."""
     if source == PYDOC or "://" in source:
         return []
     return [Path(place.path) for place in locate(source, "--data")]
 
 
 def _without_template(config: Config) -> str:
-    """A notice if conversations have no chat template, as far as files here show it; else empty."""
+    """Return a notice if conversations have no chat template, as far as files here show it; else empty."""
     if config.data.kind != "conversations":
         return ""
     name = config.data.tokenizer
@@ -356,7 +359,7 @@ def _exists(source: str) -> bool:
 
 
 def _keys_of_first_row(file: Path) -> set[str]:
-    """The keys of the first row of a file in JSON lines; none of another file."""
+    """Return the keys of the first row of a file in JSON lines; none of another file."""
     if file.suffix.lower() != ".jsonl":
         return set()
     with file.open(encoding="utf-8", errors="replace") as lines:
@@ -368,7 +371,7 @@ def _keys_of_first_row(file: Path) -> set[str]:
 
 
 def _plain(name: str) -> str:
-    """A model's name as that of a run."""
+    """Return a model's name as that of a run."""
     last = name.rstrip("/").rpartition("/")[2].partition("@")[0].replace(":", "-")
     return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in last).lower() or "run"
 
@@ -376,7 +379,7 @@ def _plain(name: str) -> str:
 def with_plan(
     wanted: Wanted, sections: dict[str, Section], folder: Path, processes: int, say: Callable[[str], None]
 ) -> tuple[dict[str, Section], str]:
-    """The sections with the fastest settings that fit, and what their plan says.
+    """Return the sections with the fastest settings that fit, and what their plan says.
 
     Raises:
         UserError: no settings fit.
@@ -390,9 +393,9 @@ def with_plan(
     path.write_text(text_of(sections))
     keys = READ_ALONE if "path" in sections["model"] else ()
     say(f"Planning settings for {wanted.ranks} x {device.name}: this takes minutes.")
-    job = PlannedJob(str(path), keys, wanted.ranks)
+    job = PlannedJob(str(path), keys, wanted.ranks, device, Rules.of(os.environ))
     try:
-        found = search(job, device, Rules.of(os.environ), True, processes)
+        found = search(job, processes)
     finally:
         say_in_place("")
     best = fastest(found.plans)
@@ -423,7 +426,7 @@ def _is_default(key: str, value: str) -> bool:
 
 
 def text_of(sections: Mapping[str, Section]) -> str:
-    """The file."""
+    """Return the file."""
     lines: list[str] = []
     for name in Config.model_fields:
         if not (section := sections.get(name)):

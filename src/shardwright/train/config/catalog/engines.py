@@ -38,7 +38,7 @@ class EngineFacts:
         is_planned: its steps can be planned.
         one_rank: runs on one rank only.
         no_compile: the reason why it does not run compiled blocks. Empty: it does.
-        no_compile_with_tensor: the same with divided layers.
+        no_compile_divided: the same where ranks divide layers.
     """
 
     name: EngineName
@@ -61,12 +61,12 @@ class EngineFacts:
     is_planned: bool = False
     one_rank: bool = False
     no_compile: str = ""
-    no_compile_with_tensor: str = ""
+    no_compile_divided: str = ""
 
 
 #: Keys of `[parallel]` that need an engine with keys of its own. Other engines take their defaults.
 OWN_KEYS = (
-    "strategy", "replicas", "expert", "layout", "memory", "prefetch", "offload", "accumulate_dtype", "grad_dtype",
+    "strategy", "replicas", "layout", "memory", "prefetch", "offload", "accumulate_dtype", "grad_dtype",
     "keep_float32", "full_precision_in_eval",
 )  # fmt: skip
 
@@ -98,7 +98,7 @@ _ROWS = (
         reduces_low=True,
         gathers_float8=True,
         is_planned=True,
-        no_compile_with_tensor=(
+        no_compile_divided=(
             "the embedding would get no gradient: the first compiled block gets the embedding's output before its "
             "communication is over, and torch then drops its graph"
         ),
@@ -130,6 +130,7 @@ assert tuple(ENGINES) == get_args(EngineName)
 def engines_that(
     has: Callable[[EngineFacts], bool], last: str = "or", style: Callable[[str], str] = str
 ) -> str:
-    """The names of the engines with a fact, for a message: "shardwright, ddp or none". `style`: repr for quotes."""
+    """Return the names of the engines with a fact, for a message: "shardwright, ddp or none". `style`: repr for
+    quotes."""
     *names, final = (style(row.name) for row in _ROWS if has(row))
     return f"{', '.join(names)} {last} {final}" if names else final

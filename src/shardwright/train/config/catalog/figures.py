@@ -44,7 +44,7 @@ class RunFacts:
     validated: str = "the same"
 
     def meaning_of_loss(self, name: str) -> str:
-        """The meaning of a loss beside the cross-entropy. Empty if the model does not have it."""
+        """Return the meaning of a loss beside the cross-entropy. Empty if the model does not have it."""
         if name not in self.auxiliary:
             return ""
         weight = f"further loss of this model; its weight in training is {self.auxiliary[name]:g}"
@@ -66,7 +66,7 @@ class Figure(NamedTuple):
 
 
 def _text(name: str, value: float | None) -> str:
-    """A loss or a metric in the line of a step; empty for None."""
+    """Return a loss or a metric in the line of a step; empty for None."""
     return "" if value is None else f"{name} {value:.4f}"
 
 
@@ -146,7 +146,7 @@ LAST_FIGURES = (
 
 
 def texts_of(step: StepRecord) -> list[str]:
-    """The figures of a step, in the order of its line."""
+    """Return the figures of a step, in the order of its line."""
     others = [
         *of_sets(step.validation_losses).items(),
         *((name, loss) for name, loss in step.extra_losses.items() if name not in COMMON_LOSSES),
@@ -162,7 +162,7 @@ def texts_of(step: StepRecord) -> list[str]:
 
 
 def meanings_of(run: RunFacts) -> dict[str, str]:
-    """The meaning of each figure that steps of the run have, by its name, in the order of a line."""
+    """Return the meaning of each figure that steps of the run have, by its name, in the order of a line."""
     meanings = {
         **{figure.name: figure.meaning(run) for figure in FIRST_FIGURES},
         **{f"{SET_PREFIX}{name}": f"the validation loss on the set {name} alone" for name in run.sets},
@@ -174,7 +174,7 @@ def meanings_of(run: RunFacts) -> dict[str, str]:
 
 
 def is_reserved(name: str) -> bool:
-    """Whether no metric of a hook may have this name: a figure here has it, or a field of a record."""
+    """Return whether no metric of a hook may have this name: a figure here has it, or a field of a record."""
     names = [figure.name for figure in (*FIRST_FIGURES, *LAST_FIGURES)]
     names += [field.name for field in fields(StepRecord)]
     return name.startswith("validation") or name in names
@@ -185,7 +185,7 @@ def gib(nbytes: float) -> str:
 
 
 def with_prefix(value: float) -> str:
-    """A number and the prefix of its unit, such as "2.0 T"."""
+    """Return a number and the prefix of its unit, such as "2.0 T"."""
     for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if value >= factor:
             return f"{value / factor:.1f} {prefix}"

@@ -155,8 +155,8 @@ class TrainerHook:
         """Called when the run ends, also by an error. Then the ranks may be at different places: no collective here."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the hook for a checkpoint: dicts of plain values, of which the first rank's are saved, and of
-        tensors, whole or with the sharding of parameters."""
+        """Return the state of the hook for a checkpoint: dicts of plain values, of which the first rank's are saved,
+        and of tensors, whole or with the sharding of parameters."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 def near_name(name: str, names: Iterable[str]) -> str | None:
-    """The name of the nearest size if the text has a size, such as 7B; else the one with nearly these letters."""
+    """Return the name of the nearest size if the text has a size, such as 7B; else the one with nearly these
+    letters."""
     names = list(names)
     if size := _size_of(name):
         sized = {each: number for each in names if (number := _size_of(each))}
@@ -42,7 +43,7 @@ def near_name(name: str, names: Iterable[str]) -> str | None:
 
 
 def _size_of(name: str) -> float:
-    """The number of parameters that a name such as 8B, llama-7b or hybrid:9B ends with; 0: none."""
+    """Return the number of parameters that a name such as 8B, llama-7b or hybrid:9B ends with; 0: none."""
     match = re.search(r"(?:^|[^0-9A-Za-z.])(\d+(?:\.\d+)?)([MBT])$", name, re.IGNORECASE)
     return float(match[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[match[2].lower()] if match else 0.0
 
@@ -172,7 +173,7 @@ class Kind:
         return {each.name for each in fields(self.shape)}
 
     def shape_of(self, preset: str, values: Mapping[str, Any]) -> Any:
-        """The shape of a preset with some values replaced.
+        """Return the shape of a preset with some values replaced.
 
         Raises:
             ValueError: there is no such preset, or the values do not fit. The message begins with the key.
@@ -191,7 +192,7 @@ class Kind:
         return replace(self.presets[preset], **values)
 
     def type_of(self, key: str) -> Any:
-        """The type that the shape's class declares for a key."""
+        """Return the type that the shape's class declares for a key."""
         return get_type_hints(self.shape)[key]
 
 
@@ -228,7 +229,7 @@ kinds: Registry[Kind] = Registry(
 
 
 def kind_named(name: str) -> Kind:
-    """The kind that `[model] kind` names.
+    """Return the kind that `[model] kind` names.
 
     Raises:
         ValueError: there is none, or another kind has shapes of its class.
@@ -244,14 +245,14 @@ def kind_named(name: str) -> Kind:
 
 
 def kinds_that(has: Callable[[Kind], bool]) -> str:
-    """The names of the built-in kinds with a fact, for a message: "llama and hybrid"."""
+    """Return the names of the built-in kinds with a fact, for a message: "llama and hybrid"."""
     return " and ".join(
         kind.name for kind in kinds.known() if kinds.origin(kind.name) == "built in" and has(kind)
     )
 
 
 def kind_of(shape: Any) -> Kind:
-    """The kind of a shape.
+    """Return the kind of a shape.
 
     Raises:
         TypeError: no kind has shapes of this class. A subclass of such a class is another kind, since its model may be
@@ -273,18 +274,18 @@ def is_of_this_package(shape: Any) -> bool:
 
 
 def model_in_words(shape: Any, name: str = "") -> str:
-    """The model of a shape, for messages: with its value of the key that names models, such as model.target, or with
-    `name`, the setting `model.kind`."""
+    """Return the model of a shape, for messages: with its value of the key that names models, such as model.target, or
+    with `name`, the setting `model.kind`."""
     kind = kind_of(shape)
     place = None if kind.presets else getattr(shape, kind.depth.removeprefix("model."), None)
     return f"the model of kind {(name or kind.name)!r}" if place is None else f"the model of {place!r}"
 
 
 def experts_of(shape: Any) -> Experts | None:
-    """The experts of a shape's model; None if it has none."""
+    """Return the experts of a shape's model; None if it has none."""
     return kind_of(shape).experts(shape)
 
 
 def base_of(shape: Any) -> HuggingFaceShape | None:
-    """The model of transformers of whose files a shape's model is made, if any."""
+    """Return the model of transformers of whose files a shape's model is made, if any."""
     return kind_of(shape).base(shape)

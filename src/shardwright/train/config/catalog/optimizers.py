@@ -92,7 +92,7 @@ class NamedOptimizer:
     def build(
         self, decayed: Parameters, others: Parameters, settings: OptimizerSettings
     ) -> torch.optim.Optimizer:
-        """The optimizer that ``make`` makes.
+        """Return the optimizer that ``make`` makes.
 
         Raises:
             ExtensionError: ``make`` raised an error, or returned something other than an optimizer.
@@ -108,7 +108,7 @@ class NamedOptimizer:
         return optimizer
 
     def options_problem(self, options: Mapping[str, object]) -> str | None:
-        """The mistake in these values of `[optimizer.options]`, in a line; None without one."""
+        """Return the mistake in these values of `[optimizer.options]`, in a line; None without one."""
         for key, value in options.items():
             if key not in self.options:
                 names = ", ".join(self.options) or "none"

@@ -129,7 +129,7 @@ def of_sets(losses: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scalars(record: StepRecord, every: int) -> dict[str, float]:
-    """The figures of a step, by the names that TensorBoard and services show.
+    """Return the figures of a step, by the names that TensorBoard and services show.
 
     Steps that `every` does not divide have only the figures of a validation, if there is one.
     """

@@ -39,7 +39,7 @@ class OneOf:
 
 
 def registry_of(annotation: Any, metadata: Sequence[Any] = ()) -> Registry[Any] | None:
-    """The registry whose names an annotation takes, also in a list or beside other types."""
+    """Return the registry whose names an annotation takes, also in a list or beside other types."""
     for each in (*metadata, *getattr(annotation, "__metadata__", ())):
         if isinstance(each, OneOf):
             return each.registry

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardwright.engine.extend import strategies
-from shardwright.train.config.catalog.engines import OWN_KEYS, engines_that
+from shardwright.train.config.axes import AXES, ParallelAxis, axes_that_divide
+from shardwright.train.config.catalog.engines import OWN_KEYS, EngineFacts, engines_that
 from shardwright.train.config.catalog.kinds import kind_of
 from shardwright.train.config.catalog.records import LOSSES, of_sets
 from shardwright.train.config.conflicts.table import Conflict
@@ -41,14 +42,40 @@ def _only_if(
     return tuple(map(row, keys))
 
 
+def _shown(value: object) -> str:
+    """Return a value of a key for a message."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
 def must_be(
     expected: object, key: str, other: str, applies: Callable[[Sections], bool], why: str = ""
 ) -> Conflict[Sections]:
     """Return the row for a key that has one possible value in jobs to which another key's value applies."""
     return Conflict(
         (key, other),
-        lambda c: applies(c) and c.value_at(key) != expected,
-        f"expected {expected!r} with {other} = {{{other}!r}}, found {{{key}!r}}{why and f'; {why}'}",
+        lambda c: c.value_at(key) != expected and applies(c),
+        lambda c: (
+            f"expected {_shown(expected)} with {other}"
+            + ("" if c.value_at(other) is True else f" = {_shown(c.value_at(other))}")
+            + f", found {_shown(c.value_at(key))}{why and f'; {why}'}"
+        ),
+    )
+
+
+def apart(key: str, other: str, why: str = "") -> Conflict[Sections]:
+    """Return the row for two keys of which a job may change one alone. The message refuses the value of the first."""
+    return must_be(Sections().default_of(key), key, other, lambda c: c.changes(other), why)
+
+
+def only_with_engine(key: str, supports: Callable[[EngineFacts], bool], why: str) -> Conflict[Sections]:
+    """Return the row for a key that keeps its default unless the engine supports it. `why` is a template."""
+    return Conflict(
+        (key, "parallel.engine"),
+        lambda c: c.changes(key) and not supports(c.parallel.facts),
+        lambda c: (
+            f"expected {_shown(c.default_of(key))} with parallel.engine {c.parallel.engine!r}, found "
+            f"{_shown(c.value_at(key))}; {why.format_map(vars(c))}"
+        ),
     )
 
 
@@ -56,29 +83,22 @@ def must_be(
 FREEZING = ("freeze", "train_only")
 
 
-#: Settings that exclude frozen parameters: the key, the expected value in words, and a check for any other value.
-_WITHOUT_FROZEN: tuple[tuple[str, str, Callable[[Sections], bool]], ...] = (
-    ("parallel.tensor", "1", lambda c: c.parallel.tensor > 1),
-    ("train.float8", "'none'", lambda c: c.train.float8 != "none"),
-    (
-        "parallel.engine",
-        engines_that(lambda engine: not engine.flattens, style=repr),
-        lambda c: c.parallel.facts.flattens,
-    ),
-)
-
-
-def _without_frozen(key: str, expected: str, differs: Callable[[Sections], bool]) -> Conflict[Sections]:
-    return Conflict(
-        (key, "finetune.freeze", "finetune.train_only"),
-        lambda c: bool(c.finetune.freeze or c.finetune.train_only) and differs(c),
-        f"expected {expected} with finetune.freeze or finetune.train_only, found {{{key}!r}}",
-    )
-
-
 def _losses(config: Sections) -> list[str]:
-    """The figures of a run without hooks of which one can be the best."""
+    """Return the figures of a run without hooks of which one can be the best."""
     return [*LOSSES, *of_sets(config.data.validation_sets)]
+
+
+#: The field of `EngineFacts` of engines that take `OWN_KEYS`.
+OWN_KEYS_FACT = "has_own_keys"
+
+
+def _unknown_to_engine(axis: ParallelAxis) -> Conflict[Sections]:
+    """Return the row for an engine that does not support this axis."""
+    return Conflict(
+        (axis.key, "parallel.engine"),
+        lambda c: c.value_at(axis.key) > 1 and not axis.is_known_to(c.parallel.facts),
+        f"engine {{parallel.engine!r}} has no {axis.title}; expected 1, found {{{axis.key}}}",
+    )
 
 
 WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
@@ -181,6 +201,7 @@ WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "expected {default!r} with engine {parallel.engine!r}, found {found!r}; only the engine "
         f"{engines_that(lambda engine: engine.has_own_keys)} supports other values",
         *(f"parallel.{name}" for name in OWN_KEYS),
+        *(axis.key for axis in AXES if axis.fact == OWN_KEYS_FACT),
     ),
     Conflict(
         ("parallel.keep_float32", "parallel.param_dtype"),
@@ -195,11 +216,7 @@ WITHIN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "expected 'auto' or accumulate_dtype, {parallel.accumulate_dtype!r}, found {parallel.grad_dtype!r}; "
         "reduced micro-batches add up in the gradients",
     ),
-    Conflict(
-        ("parallel.tensor", "parallel.engine"),
-        lambda c: c.parallel.tensor > 1 and not c.parallel.facts.divides_layers,
-        "engine {parallel.engine!r} has no tensor parallelism; expected 1, found {parallel.tensor}",
-    ),
+    *(_unknown_to_engine(axis) for axis in AXES if axis.fact not in ("", OWN_KEYS_FACT)),
     Conflict(
         ("parallel.replicas", "parallel.strategy"),
         lambda c: strategies.get(c.parallel.strategy).axes == 2 and c.parallel.replicas < 2,
@@ -271,14 +288,6 @@ def _too_short(key: str) -> Conflict[Sections]:
     )
 
 
-_WITH_FLOAT8: tuple[tuple[str, object], ...] = (
-    ("parallel.param_dtype", "bfloat16"),
-    ("parallel.tensor", 1),
-    ("parallel.expert", 1),
-    ("train.cuda_graph", False),
-)
-"""Keys with the values that they must have with float8."""
-
 _GATHERED_IN_FLOAT8: tuple[tuple[str, object], ...] = (
     ("optimizer.name", "adamw"),
     ("parallel.offload", "none"),
@@ -291,26 +300,18 @@ def _longest(config: Sections) -> int | None:
     return config.model.shape().max_seq_len
 
 
-def _with_late_check(key: str, met: Callable[[Sections], bool], why: str) -> Conflict[Sections]:
-    """A job with `fault.check = "after_step"` that meets a condition about another key."""
+def _compiled_in_parts(axis: ParallelAxis) -> Conflict[Sections]:
+    """Return the row for an engine that does not run compiled blocks where this axis divides layers."""
     return Conflict(
-        ("fault.check", key),
-        lambda c: c.fault.check == "after_step" and met(c),
-        f"expected 'before_step' with {key} = {{{key}!r}}, found 'after_step'; {why}",
+        ("train.compile", "parallel.engine", axis.key),
+        lambda c: (
+            c.train.compile != "none"
+            and c.value_at(axis.key) > 1
+            and bool(c.parallel.facts.no_compile_divided)
+        ),
+        f"expected 'none' with parallel.engine {{parallel.engine!r}} and {axis.key} = {{{axis.key}}}, found "
+        "{train.compile!r}; {parallel.facts.no_compile_divided}",
     )
-
-
-WITH_LATE_CHECK: tuple[tuple[str, Callable[[Sections], bool], str], ...] = (
-    (
-        "optimizer.name",
-        lambda c: not c.optimizer.entry.stays_on_flag,
-        'its step cannot be left out on the device, or set optimizer.name = "adamw"',
-    ),
-    ("optimizer.in_backward", lambda c: c.optimizer.in_backward, "it steps before any number is known"),
-    ("parallel.offload", lambda c: c.parallel.offload != "none", "the host takes part in each step"),
-    ("run.hooks", lambda c: bool(c.run.hooks), "hooks see the model after each step, before the next one"),
-    ("fault.verify_every", lambda c: c.fault.verify_every > 0, "the host waits for each comparison"),
-)
 
 
 BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
@@ -332,13 +333,22 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         lambda c: c.train.seq_len < 2 and kind_of(shape := c.model.shape()).predicts_further(shape),
         "expected at least 2 with a model.mtp_pattern, found 1",
     ),
-    Conflict(
-        ("train.cuda_graph", "parallel.engine"),
-        lambda c: c.train.cuda_graph and not c.parallel.facts.captures_graphs,
-        "expected false with parallel.engine {parallel.engine!r}, found true; only steps of the engine "
-        f"{engines_that(lambda engine: engine.captures_graphs)} can be captured",
+    only_with_engine(
+        "train.cuda_graph",
+        lambda engine: engine.captures_graphs,
+        f"only steps of the engine {engines_that(lambda engine: engine.captures_graphs)} can be captured",
     ),
-    *(_with_late_check(*row) for row in WITH_LATE_CHECK),
+    must_be(
+        "before_step",
+        "fault.check",
+        "optimizer.name",
+        lambda c: not c.optimizer.entry.stays_on_flag,
+        'its step cannot be left out on the device, or set optimizer.name = "adamw"',
+    ),
+    apart("fault.check", "optimizer.in_backward", "it steps before any number is known"),
+    apart("fault.check", "parallel.offload", "the host takes part in each step"),
+    apart("fault.check", "run.hooks", "hooks see the model after each step, before the next one"),
+    apart("fault.check", "fault.verify_every", "the host waits for each comparison"),
     *_rewinds("fault.on_non_finite"),
     *_rewinds("fault.on_spike"),
     Conflict(
@@ -364,29 +374,20 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "{validation.every} and checkpoint.every = {checkpoint.every}; make checkpoint.every a multiple of "
         "validation.every",
     ),
-    Conflict(
-        ("optimizer.in_backward", "parallel.engine"),
-        lambda c: c.optimizer.in_backward and not c.parallel.facts.steps_in_backward,
-        "expected false with parallel.engine {parallel.engine!r}, found true; only the engine "
-        f"{engines_that(lambda engine: engine.steps_in_backward)} steps in backward",
+    only_with_engine(
+        "optimizer.in_backward",
+        lambda engine: engine.steps_in_backward,
+        f"only the engine {engines_that(lambda engine: engine.steps_in_backward)} steps in backward",
     ),
-    Conflict(
-        ("train.max_norm", "optimizer.in_backward"),
-        lambda c: c.optimizer.in_backward and c.train.max_norm > 0,
-        "expected 0 with optimizer.in_backward, found {train.max_norm}; the norm of all gradients is known only "
-        "when backward is over, and the first gradients are already used and freed then",
+    must_be(
+        0,
+        "train.max_norm",
+        "optimizer.in_backward",
+        lambda c: c.optimizer.in_backward,
+        "the norm of all gradients is known only when backward is over, and the first gradients are already used and "
+        "freed then",
     ),
-    Conflict(
-        ("train.cuda_graph", "optimizer.in_backward"),
-        lambda c: c.optimizer.in_backward and c.train.cuda_graph,
-        "expected false with optimizer.in_backward, found true; the optimizer steps outside the graph",
-    ),
-    Conflict(
-        ("parallel.tensor", "finetune.method"),
-        lambda c: c.finetune.method != "full" and c.parallel.tensor > 1,
-        "expected 1 with finetune.method = {finetune.method!r}, found {parallel.tensor}; adapters are not cut over "
-        "tensor-parallel ranks",
-    ),
+    apart("train.cuda_graph", "optimizer.in_backward", "the optimizer steps outside the graph"),
     Conflict(
         ("parallel.engine", "finetune.method"),
         lambda c: c.finetune.method != "full" and c.parallel.facts.flattens,
@@ -394,37 +395,30 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "finetune.method = {finetune.method!r}, found {parallel.engine!r}; it keeps frozen and trained parameters in "
         "one flat parameter",
     ),
-    *(_without_frozen(*row) for row in _WITHOUT_FROZEN),
     Conflict(
-        ("train.loss_chunks", "parallel.engine"),
-        lambda c: bool(c.train.loss_chunks) and c.parallel.facts.flattens,
-        "expected 0 with parallel.engine {parallel.engine!r}, found {train.loss_chunks!r}; the weight of its output "
-        "layer is part of a flat parameter",
+        ("parallel.engine", "finetune.freeze", "finetune.train_only"),
+        lambda c: bool(c.finetune.freeze or c.finetune.train_only) and c.parallel.facts.flattens,
+        f"expected {engines_that(lambda engine: not engine.flattens, style=repr)} with finetune.freeze or "
+        "finetune.train_only, found {parallel.engine!r}",
     ),
-    Conflict(
-        ("train.float8", "finetune.method"),
-        lambda c: c.finetune.method != "full" and c.train.float8 != "none",
-        "expected 'none' with finetune.method = {finetune.method!r}, found {train.float8!r}; layers in float8 have no "
-        "adapters",
+    only_with_engine(
+        "train.loss_chunks",
+        lambda engine: not engine.flattens,
+        "the weight of its output layer is part of a flat parameter",
     ),
-    Conflict(
-        ("train.cuda_graph", "finetune.dropout"),
-        lambda c: c.finetune.dropout > 0 and c.train.cuda_graph,
-        "expected false with finetune.dropout, found true; the numbers of the samples change between "
-        "micro-batches of one graph",
+    apart("train.float8", "finetune.method", "layers in float8 have no adapters"),
+    *(apart("train.float8", f"finetune.{name}") for name in FREEZING),
+    apart(
+        "train.cuda_graph",
+        "finetune.dropout",
+        "the numbers of the samples change between micro-batches of one graph",
     ),
-    Conflict(
-        ("finetune.base_dtype", "parallel.engine"),
-        lambda c: c.finetune.base_dtype != "float32" and not c.parallel.facts.casts_weights,
-        "expected 'float32' with parallel.engine {parallel.engine!r}, found {finetune.base_dtype!r}; this engine "
-        "computes with weights in the precision in which they are stored",
+    only_with_engine(
+        "finetune.base_dtype",
+        lambda engine: engine.casts_weights,
+        "this engine computes with weights in the precision in which they are stored",
     ),
-    Conflict(
-        ("parallel.offload", "train.cuda_graph"),
-        lambda c: c.train.cuda_graph and c.parallel.offload != "none",
-        "expected 'none' with train.cuda_graph, found {parallel.offload!r}; the host takes part in a step with "
-        "offload",
-    ),
+    apart("parallel.offload", "train.cuda_graph", "the host takes part in a step with offload"),
     Conflict(
         ("parallel.grad_dtype", "optimizer.name"),
         lambda c: c.parallel.grad_dtype not in ("auto", "float32") and not c.optimizer.entry.any_gradients,
@@ -437,41 +431,27 @@ BETWEEN_SECTIONS: tuple[Conflict[Sections], ...] = (
         "expected train.compile = 'inductor' with 'budget', found {train.compile!r}; only the compiler knows "
         "which activations a block keeps. Or use 'ops'",
     ),
-    Conflict(
-        ("activations.offload", "parallel.engine"),
-        lambda c: c.activations.offload != "none" and c.parallel.facts.flattens,
-        "expected 'none' with parallel.engine {parallel.engine!r}, found {activations.offload!r}; its weights are "
-        "views of flat memory, and would move with the activations",
+    only_with_engine(
+        "activations.offload",
+        lambda engine: not engine.flattens,
+        "its weights are views of flat memory, and would move with the activations",
     ),
-    Conflict(
-        ("train.compile", "parallel.engine"),
-        lambda c: c.train.compile != "none" and bool(c.parallel.facts.no_compile),
-        "expected 'none' with parallel.engine {parallel.engine!r}, found {train.compile!r}; "
-        "{parallel.facts.no_compile}",
-    ),
-    Conflict(
-        ("train.compile", "parallel.engine", "parallel.tensor"),
-        lambda c: (
-            c.train.compile != "none"
-            and c.parallel.tensor > 1
-            and bool(c.parallel.facts.no_compile_with_tensor)
-        ),
-        "expected 'none' with parallel.engine {parallel.engine!r} and parallel.tensor = {parallel.tensor}, found "
-        "{train.compile!r}; {parallel.facts.no_compile_with_tensor}",
-    ),
+    only_with_engine("train.compile", lambda engine: not engine.no_compile, "{parallel.facts.no_compile}"),
+    *map(_compiled_in_parts, axes_that_divide("layers")),
     Conflict(
         ("train.float8", "train.micro_batch", "train.seq_len"),
         lambda c: c.train.float8 != "none" and c.train.micro_batch_tokens % 16 > 0,
         "expected 'none' with {train.micro_batch_tokens} tokens in a micro-batch, found {train.float8!r}; the number "
         "of tokens must be a multiple of 16",
     ),
-    *(must_be(value, key, "train.float8", lambda c: c.train.float8 != "none") for key, value in _WITH_FLOAT8),
-    *(must_be(value, key, "train.float8", lambda c: c.gathers_float8) for key, value in _GATHERED_IN_FLOAT8),
-    Conflict(
-        ("train.float8", "parallel.engine"),
-        lambda c: c.train.float8 != "none" and c.parallel.facts.flattens,
-        "expected 'none' with parallel.engine {parallel.engine!r}, found {train.float8!r}; its weights are flat",
+    *(apart(axis.key, key, why) for axis in AXES for key, why in axis.excludes.items()),
+    must_be("bfloat16", "parallel.param_dtype", "train.float8", lambda c: c.train.float8 != "none"),
+    apart("train.cuda_graph", "train.float8"),
+    *(
+        must_be(value, key, "train.float8", lambda c: c.for_building.gathers_float8)
+        for key, value in _GATHERED_IN_FLOAT8
     ),
+    only_with_engine("train.float8", lambda engine: not engine.flattens, "its weights are flat"),
     Conflict(
         ("optimizer.name", "parallel.engine"),
         lambda c: bool(c.optimizer.entry.whole) and not c.parallel.facts.steps_whole,

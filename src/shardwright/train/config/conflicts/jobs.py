@@ -4,26 +4,57 @@ from __future__ import annotations
 
 import importlib.util
 
+from shardwright.train.config.axes import AXES, ParallelAxis, axes_that_divide
 from shardwright.train.config.catalog.engines import engines_that
 from shardwright.train.config.catalog.kinds import experts_of, kinds_that
-from shardwright.train.config.conflicts.configurations import LENGTH, must_be
+from shardwright.train.config.conflicts.configurations import LENGTH, apart
 from shardwright.train.config.conflicts.table import Conflict
 from shardwright.train.config.sections.all import Sections
 
 
-def _divided(key: str) -> Conflict[Sections]:
+def _without_plan(axis: ParallelAxis) -> Conflict[Sections]:
+    """Return the row for a kind of model that has no plan which divides layers or experts."""
     return Conflict(
-        (key, "model.kind"),
-        lambda c: c.value_at(key) > 1 and not c.model.facts.divides_layers,
-        f"expected 1 with model.kind {{model.kind!r}}, found {{{key}}}; only the kinds "
+        (axis.key, "model.kind"),
+        lambda c: c.value_at(axis.key) > 1 and not c.model.facts.divides_layers,
+        f"expected 1 with model.kind {{model.kind!r}}, found {{{axis.key}}}; only the kinds "
         f"{kinds_that(lambda kind: kind.divides_layers)} have a plan that divides layers",
     )
 
 
+def _without_whole(axis: ParallelAxis) -> Conflict[Sections]:
+    """Return the row for an optimizer that needs what this axis cuts."""
+    return Conflict(
+        ("optimizer.name", axis.key),
+        lambda c: c.value_at(axis.key) > 1 and bool(c.optimizer.entry.whole),
+        f"expected 'adamw' with {axis.key} = {{{axis.key}}}, found {{optimizer.name!r}}; it needs tensors or blocks "
+        "that are not cut",
+    )
+
+
 def _experts(config: Sections) -> str:
-    """The pattern of a model with experts; empty for other models."""
+    """Return the pattern of a model with experts; empty for other models."""
     experts = experts_of(config.model.shape())
     return "" if experts is None else experts.pattern
+
+
+def _without_experts(axis: ParallelAxis) -> Conflict[Sections]:
+    """Return the row for a model without the experts that this axis divides."""
+    return Conflict(
+        (axis.key, "model.pattern"),
+        lambda c: c.value_at(axis.key) > 1 and not _experts(c),
+        f"expected 1 for a model without experts, found {{{axis.key}}}",
+    )
+
+
+def _compiled_by_user(axis: ParallelAxis) -> Conflict[Sections]:
+    """Return the row for code of a user whose attention exchanges parts of samples."""
+    return Conflict(
+        ("train.compile", axis.key, "model.kind"),
+        lambda c: c.train.compile != "none" and c.value_at(axis.key) > 1 and c.model.facts.is_users_code,
+        f"expected 'none' with {axis.key} = {{{axis.key}}} and model.kind {{model.kind!r}}, found "
+        "{train.compile!r}; attention is exchanged outside of graphs there",
+    )
 
 
 STARTED: tuple[Conflict[Sections], ...] = (
@@ -32,45 +63,11 @@ STARTED: tuple[Conflict[Sections], ...] = (
         lambda c: c.parallel.reduce_dtype != "float32" and not c.parallel.facts.reduces_low,
         "expected float32 with engine {parallel.engine}, found {parallel.reduce_dtype}",
     ),
-    _divided("parallel.tensor"),
-    _divided("parallel.expert"),
-    Conflict(
-        ("parallel.tensor", "optimizer.name"),
-        lambda c: c.parallel.tensor > 1 and bool(c.optimizer.entry.whole),
-        "expected 1 with optimizer {optimizer.name!r}, which needs tensors or blocks that are not cut, found "
-        '{parallel.tensor}; or set optimizer.name = "adamw"',
-    ),
-    Conflict(
-        ("parallel.tensor", "train.cuda_graph"),
-        lambda c: c.parallel.tensor > 1 and c.train.cuda_graph,
-        "expected 1 with train.cuda_graph, found {parallel.tensor}; leave train.cuda_graph at its default",
-    ),
-    Conflict(
-        ("parallel.context", "train.cuda_graph"),
-        lambda c: c.parallel.context > 1 and c.train.cuda_graph,
-        "expected 1 with train.cuda_graph, found {parallel.context}; leave train.cuda_graph at its default",
-    ),
-    Conflict(
-        ("train.compile", "parallel.context", "model.kind"),
-        lambda c: c.train.compile != "none" and c.parallel.context > 1 and c.model.facts.is_users_code,
-        "expected 'none' with parallel.context = {parallel.context} and model.kind {model.kind!r}, found "
-        "{train.compile!r}; attention is exchanged outside of graphs there",
-    ),
-    Conflict(
-        ("parallel.expert", "model.pattern"),
-        lambda c: c.parallel.expert > 1 and not _experts(c),
-        "expected 1 for a model without experts, found {parallel.expert}",
-    ),
-    *(
-        must_be(value, key, "parallel.expert", lambda c: c.parallel.expert > 1, "sizes depend on the routing")
-        for key, value in (("train.cuda_graph", False), ("train.compile", "none"))
-    ),
-    Conflict(
-        ("optimizer.name", "parallel.expert"),
-        lambda c: c.parallel.expert > 1 and bool(c.optimizer.entry.whole),
-        "expected 'adamw' with parallel.expert = {parallel.expert}, found {optimizer.name!r}; it needs tensors or "
-        "blocks that are not cut",
-    ),
+    *map(_without_plan, axes_that_divide("layers", "experts")),
+    *map(_without_experts, axes_that_divide("experts")),
+    *map(_without_whole, axes_that_divide("layers", "experts")),
+    *(apart(key, axis.key, why) for axis in AXES for key, why in axis.needs.items()),
+    *map(_compiled_by_user, axes_that_divide("samples")),
     Conflict(
         ("train.compile", "parallel.param_dtype", "model.pattern"),
         lambda c: c.train.compile != "none" and c.parallel.param_dtype == "float32" and bool(_experts(c)),

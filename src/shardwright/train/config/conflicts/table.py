@@ -35,7 +35,7 @@ class Conflict(Generic[Job]):
         return {key.partition(".")[0] for key in self.settings}
 
     def text(self, job: Job) -> str:
-        """The error of a job to which the row applies, in a line."""
+        """Return the error of a job to which the row applies, in a line."""
         message = self.message.format_map(vars(job)) if isinstance(self.message, str) else self.message(job)
         return f"{self.settings[0]}: {message}"
 
@@ -54,7 +54,7 @@ class ConflictError(ValueError):
 
 
 def conflict_in(rows: Sequence[Conflict[Job]], job: Job) -> ConflictError | None:
-    """The error for the first row that applies to the job; None if they all go together."""
+    """Return the error for the first row that applies to the job; None if they all go together."""
     wrong = [row for row in rows if row.applies(job)]
     if not wrong:
         return None

@@ -23,7 +23,8 @@ _APART = {"run", "checkpoint", "log", "profile"}
 
 
 def cache_key(config: Config, ranks: int, kind: str) -> str | None:
-    """The key of the program on so many ranks. None: it follows from code or files of the user, which may change."""
+    """Return the key of the program on `ranks` ranks. None: it follows from code or files of the user, which may
+    change."""
     parallel = config.parallel
     chosen = (
         (strategies, parallel.strategy),
@@ -58,7 +59,8 @@ def _version(package: str) -> str:
 
 
 def _code() -> list[object]:
-    """The version of this package, and of each of its files the size and the time, which a change in place changes."""
+    """Return the version of this package, and of each of its files the size and the time, which a change in place
+    changes."""
     root = Path(shardwright.__file__).parent
     files = sorted(Path(folder, name) for folder, _, names in os.walk(root) for name in names)
     stats = [(file, file.stat()) for file in files if file.suffix == ".py"]

@@ -26,7 +26,7 @@ ASSUMED_KEYS = (
 
 
 def assumed_job(model: str, overrides: Overrides, ranks: int) -> Callable[[Overrides], Config]:
-    """A job that trains a model of transformers in bfloat16, one sequence at a time: a function from keys to it.
+    """Return a job that trains a model of transformers in bfloat16, one sequence at a time: a function from keys to it.
 
     `model`: `hf:` with the folder of a model, or its name on the hub. Only its config.json is read.
 
@@ -56,5 +56,5 @@ def assumed_job(model: str, overrides: Overrides, ranks: int) -> Callable[[Overr
 
 
 def _number(text: str) -> int:
-    """The number in a text; 1 for a text that is refused later."""
+    """Return the number in a text; 1 for a text that is refused later."""
     return int(text) if text.isdecimal() and int(text) else 1

@@ -71,5 +71,5 @@ def edits_of_host(config: Config) -> Iterator[tuple[Keys, str]]:
 
 
 def in_words(keys: Keys) -> str:
-    """An edit as options of the command line."""
+    """Return an edit as options of the command line."""
     return " ".join(f"--{key} {value}" for key, value in keys)

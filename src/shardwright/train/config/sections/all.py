@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwright.train.config.catalog.losses import AUTO
 from shardwright.train.config.sections.activations import ActivationConfig
 from shardwright.train.config.sections.base import Section
 from shardwright.train.config.sections.checkpoint import CheckpointConfig
@@ -17,6 +18,7 @@ from shardwright.train.config.sections.parallel import ParallelConfig
 from shardwright.train.config.sections.run import RunConfig
 from shardwright.train.config.sections.train import TrainConfig
 from shardwright.train.config.sections.validation import ValidationConfig
+from shardwright.train.config.values import BuildSettings, DataSettings
 
 
 class Sections(Section):
@@ -37,21 +39,30 @@ class Sections(Section):
     profile: ProfileConfig = ProfileConfig()
 
     def value_at(self, key: str) -> Any:
-        """The value of a key, as SECTION.KEY."""
+        """Return the value of a key, as SECTION.KEY."""
         section, _, name = key.partition(".")
         return getattr(getattr(self, section), name)
 
     def default_of(self, key: str) -> Any:
-        """The default of such a key."""
+        """Return the default of such a key."""
         section, _, name = key.partition(".")
         fields = type(getattr(self, section)).model_fields
         return fields[name].get_default(call_default_factory=True)
 
     def changes(self, key: str) -> bool:
-        """Whether the value of such a key is not the default."""
+        """Return whether the value of such a key is not the default."""
         return bool(self.value_at(key) != self.default_of(key))
 
     @property
-    def gathers_float8(self) -> bool:
-        """Whether weights are gathered in float8, which takes weights of a class that sees to it."""
-        return self.train.float8 == "tensorwise" and self.parallel.facts.gathers_float8
+    def for_data(self) -> DataSettings:
+        """The settings from which the samples of the run follow."""
+        train = self.train
+        return DataSettings(self.data, self.validation, train.seq_len, train.global_batch, self.run.seed)
+
+    @property
+    def for_building(self) -> BuildSettings:
+        """The settings from which a rank builds its model."""
+        train = self.train
+        return BuildSettings(
+            self.model, self.finetune, self.parallel, train.float8, train.loss != AUTO, self.run.seed
+        )

@@ -76,7 +76,7 @@ class DataSource(NamedTuple):
 
     @classmethod
     def at(cls, key: str, path: str | Paths, weight: float, keys: DataConfig | SourceConfig) -> DataSource:
-        """The source at a path, with the keys of its table or those beside `data.source`."""
+        """Return the source at a path, with the keys of its table or those beside `data.source`."""
         paths = (path,) if isinstance(path, str) else path
         names = (keys.text_key, keys.messages_key, keys.prompt_key, keys.completion_key)
         return cls(key, paths, weight, keys.kind, *names)
@@ -240,7 +240,7 @@ class DataConfig(Section):
         return bool(self.validating or self.validation_fraction)
 
     def resolved(self) -> DataConfig:
-        """The same data with absolute paths, to be found from any folder."""
+        """Return the same data with absolute paths, to be found from any folder."""
         changes: dict[str, Any] = {"source": _absolute(self.source), "special_tokens": self.spelled}
         if self.validation_source:
             changes["validation_source"] = _absolute(self.validation_source)

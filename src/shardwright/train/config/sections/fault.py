@@ -98,9 +98,9 @@ class FaultConfig(Section):
 
     @property
     def losses_kept(self) -> int:
-        """Losses that a position keeps."""
+        """The number of past losses that a position of the run keeps, against which a spike is measured."""
         return 0 if self.on_spike == "ignore" else self.spike_window
 
     def verifies(self, step: int) -> bool:
-        """Whether the gradients of this step are computed twice."""
+        """Return whether the gradients of this step are computed twice."""
         return self.verify_every > 0 and step % self.verify_every == 0

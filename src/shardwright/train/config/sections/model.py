@@ -194,7 +194,7 @@ class ModelConfig(Section):
         return kind_named(self.kind)
 
     def shape(self) -> Shape:
-        """The preset with this section's own numbers in place.
+        """Return the preset with this section's own numbers in place.
 
         Raises ValueError where the numbers do not fit one another, or the kind.
         """
@@ -212,7 +212,7 @@ class ModelConfig(Section):
         return kind.shape_of(self.preset, values)  # type: ignore[no-any-return]
 
     def resolved(self) -> ModelConfig:
-        """The same model with every number written out, so that nothing depends on the preset any more."""
+        """Return the same model with every number written out, so that nothing depends on the preset any more."""
         shape: Any = self.shape()
         numbers = dict(vars(shape.resolved() if hasattr(shape, "resolved") else shape))
         if "rope_scaling" in numbers:

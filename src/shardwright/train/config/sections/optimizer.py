@@ -72,8 +72,8 @@ class OptimizerConfig(Section):
         return self
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of step number `step` (from 0) of `steps`: it rises over the warm-up to `lr`, then falls to
-        `min_lr_ratio` times `lr` at the last step."""
+        """Return the learning rate of step number `step` (from 0) of `steps`: it rises over the warm-up to `lr`, then
+        falls to `min_lr_ratio` times `lr` at the last step."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":

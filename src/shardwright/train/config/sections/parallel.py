@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from math import prod
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from shardwright.engine.extend import layouts, memories, strategies
+from shardwright.train.config.axes import AXES, Divided, ParallelDims, axes_that_divide
 from shardwright.train.config.catalog.engines import ENGINES, EngineFacts, EngineName
 from shardwright.train.config.catalog.registry_names import OneOf, summaries
 from shardwright.train.config.sections.base import DType, Section
+
+
+def _axis(name: str) -> Any:
+    """Return the field for the axis of that name."""
+    (axis,) = (axis for axis in AXES if axis.name == name)
+    return Field(default=1, ge=1, description=axis.description)
 
 
 class ParallelConfig(Section):
@@ -66,30 +74,9 @@ class ParallelConfig(Section):
         ge=1,
         description="Number of groups of ranks that each hold a whole model. hsdp and hfsdp need at least 2.",
     )
-    tensor: int = Field(
-        default=1,
-        ge=1,
-        description=(
-            "Number of neighbouring ranks that share every layer and the sequence: tensor and sequence parallelism. "
-            "These groups divide the data."
-        ),
-    )
-    expert: int = Field(
-        default=1,
-        ge=1,
-        description=(
-            "Number of neighbouring ranks that share the experts of every layer: expert parallelism. Each rank has "
-            "different data. Only for the engine shardwright."
-        ),
-    )
-    context: int = Field(
-        default=1,
-        ge=1,
-        description=(
-            "Number of neighbouring ranks that share every sample, each with a part of its tokens: context "
-            "parallelism. They divide the parameters, too. These groups divide the data."
-        ),
-    )
+    tensor: int = _axis("tensor")
+    expert: int = _axis("expert")
+    context: int = _axis("context")
     layout: Annotated[str, OneOf(layouts)] | Annotated[int, Field(ge=1)] = Field(
         default="per_parameter",
         description=(
@@ -124,6 +111,26 @@ class ParallelConfig(Section):
     def facts(self) -> EngineFacts:
         """The facts of the engine."""
         return ENGINES[self.engine]
+
+    def dims(self, ranks: int) -> ParallelDims:
+        """Return the sizes of all axes of a job on this many ranks.
+
+        Raises:
+            UserError: the sizes in the configuration do not divide the ranks.
+        """
+        return ParallelDims.of(self.replicas, self._sizes, ranks)
+
+    def dims_near(self, ranks: int) -> ParallelDims:
+        """Return the same, rounded down where the sizes do not divide the ranks, for checks before that is refused."""
+        return ParallelDims.near(self.replicas, self._sizes, ranks)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
+
+    def parts_of(self, what: Divided) -> int:
+        """Return the number of ranks that divide this thing of a model."""
+        return prod(getattr(self, axis.name) for axis in axes_that_divide(what))
 
     @property
     def strategy_keeps_parameters(self) -> bool:

@@ -123,7 +123,7 @@ class TrainConfig(Section):
         return not self.epochs or "steps" in self.model_fields_set
 
     def with_steps_of(self, samples_of: Callable[[Fraction], Fraction]) -> TrainConfig:
-        """The same with the steps that `epochs` asks for. `samples_of`: sequences of so many epochs of the data."""
+        """Return the same with the steps that `epochs` asks for. `samples_of`: the sequences of a number of epochs."""
         if not self.epochs:
             return self
         samples = samples_of(Fraction(str(self.epochs)))  # the decimal number: 1.1 x 100 sequences are 110
@@ -140,7 +140,7 @@ class TrainConfig(Section):
         return self.global_batch // (ranks * self.micro_batch)
 
     def batch_problem(self, ranks: int, *, tensor: int = 1, resumes: bool = False) -> str | None:
-        """The mistake in the batch sizes, in a line; `None` without one.
+        """Return the mistake in the batch sizes, in a line; `None` without one.
 
         Args:
             ranks: that have different data.

@@ -50,6 +50,6 @@ class ValidationConfig(Section):
     )
 
     def resolved(self) -> ValidationConfig:
-        """The same with absolute paths of tasks, to be found from any folder."""
+        """Return the same with absolute paths of tasks, to be found from any folder."""
         tasks = tuple(os.path.abspath(task) if task.endswith(YAML) else task for task in self.tasks)
         return self.model_copy(update={"tasks": tasks})

@@ -70,20 +70,20 @@ class HuggingFaceShape:
         return next((values[key] for key in _LENGTHS if isinstance(values.get(key), int)), None)
 
     def resolved(self) -> HuggingFaceShape:
-        """The same model with an absolute path, or with the commit of its files on the hub."""
+        """Return the same model with an absolute path, or with the commit of its files on the hub."""
         if is_folder(self.path):
             return replace(self, path=os.path.abspath(self.path))
         return replace(self, path=pinned(self.path, _read(self.path)[0]))
 
 
 def is_folder(path: str) -> bool:
-    """Whether a path is a folder here. Otherwise it can be a name on the hub."""
+    """Return whether a path is a folder here. Otherwise it can be a name on the hub."""
     return os.path.isdir(path)
 
 
 @functools.lru_cache(16)
 def _read(path: str) -> tuple[Path, Mapping[str, Any]]:
-    """The config.json of a folder or a hub name, and its content. Read once in a process."""
+    """Return the config.json of a folder or a hub name, and its content. Read once in a process."""
     if is_folder(path):
         file = Path(path, CONFIG)
         if not file.is_file():
@@ -127,7 +127,7 @@ def _read(path: str) -> tuple[Path, Mapping[str, Any]]:
 
 
 def _near(path: str) -> str | None:
-    """The folder of a model here with nearly that path, beside where the path would be."""
+    """Return the folder of a model here with nearly that path, beside where the path would be."""
     parent, name = os.path.split(path)
     try:
         there = os.listdir(parent or ".")

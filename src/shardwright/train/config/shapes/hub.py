@@ -33,12 +33,12 @@ class Unreachable(UserError):
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a text can be ``model``, ``owner/model`` or ``owner/model@revision``."""
+    """Return whether a text can be ``model``, ``owner/model`` or ``owner/model@revision``."""
     return _NAME.fullmatch(name) is not None
 
 
 def fetch_first(name: str, files: Sequence[str], key: str) -> Path | None:
-    """The local path of the first of these files that a model has; None: it has none.
+    """Return the local path of the first of these files that a model has; None: it has none.
 
     Raises:
         UserError: as :func:`fetch_file`. Without a connection a file in the local cache is enough.
@@ -59,7 +59,7 @@ def fetch_first(name: str, files: Sequence[str], key: str) -> Path | None:
 
 
 def fetch_file(name: str, file: str, key: str) -> Path:
-    """The local path of one file of a model. It is fetched if the local cache does not have it.
+    """Return the local path of one file of a model. It is fetched if the local cache does not have it.
 
     Raises:
         UserError: there is no such model or file, no connection or no permission, or huggingface_hub is not installed.
@@ -83,7 +83,7 @@ def fetch_file(name: str, file: str, key: str) -> Path:
 
 
 def fetch_files(name: str, files: Sequence[str], key: str) -> Path:
-    """The local folder with these files of a model.
+    """Return the local folder with these files of a model.
 
     Raises:
         UserError: as :func:`fetch_file`. A file that the model does not have is no error.
@@ -100,7 +100,7 @@ def fetch_files(name: str, files: Sequence[str], key: str) -> Path:
 
 
 def fetch_folder(name: str, needed: str, optional: Sequence[str], key: str) -> Path:
-    """The local folder with one file of a model, and with those of the optional files that the model has.
+    """Return the local folder with one file of a model, and with those of the optional files that the model has.
 
     Raises:
         UserError: as :func:`fetch_file`. Without a connection an optional file may be missing in the local cache only
@@ -123,7 +123,7 @@ def fetch_folder(name: str, needed: str, optional: Sequence[str], key: str) -> P
 
 
 def pinned(name: str, file: Path) -> str:
-    """The name with the commit of a fetched file as its revision: ``owner/model@commit``."""
+    """Return the name with the commit of a fetched file as its revision: ``owner/model@commit``."""
     commit = file.parent.name
     return f"{name.partition('@')[0]}@{commit}" if _COMMIT.fullmatch(commit) else name
 

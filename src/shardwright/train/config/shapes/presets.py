@@ -224,7 +224,7 @@ class HybridConfig:
         return self.dim * max(self.vocab_size, *used, 2 * self.dim if self.mtp_pattern else 0)
 
     def layer_parameters(self, kind: str) -> int:
-        """Number of parameters of one layer of that kind."""
+        """Return the number of parameters of one layer of that kind."""
         if kind == "M":
             own = (
                 self.dim * (self.mamba_in_dim + self.mamba_dim)

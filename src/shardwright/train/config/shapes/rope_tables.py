@@ -19,7 +19,8 @@ Table = dict[str, Any]
 
 
 def rope_tables(config: Mapping[str, Any]) -> dict[str, Table]:
-    """The rotary table of each type of layers, or one of all layers under the name "". Empty: config.json has none.
+    """Return the rotary table of each type of layers, or one of all layers under the name "". Empty: config.json has
+    none.
 
     A table has `rope_type` and the keys that config.json gives, those beside the tables, too.
 
@@ -49,7 +50,7 @@ def rope_tables(config: Mapping[str, Any]) -> dict[str, Table]:
 
 
 def one_place(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same config.json with the rotary table in one place, if it has two."""
+    """Return the same config.json with the rotary table in one place, if it has two."""
     if not _tables(config, NEW):
         return dict(config)
     if config.get(OLD):
@@ -72,7 +73,7 @@ def _tables(config: Mapping[str, Any], key: str) -> dict[str, Table]:
 
 
 def _filled(table: Mapping[str, Any], config: Mapping[str, Any]) -> Table:
-    """A table with the keys beside it that count for it."""
+    """Return a table with the keys beside it that count for it."""
     result = {key: value for key, value in table.items() if value is not None and key != "type"}
     kind = table.get("rope_type", table.get("type", "default"))
     if table.get("type", kind) != kind:

@@ -35,11 +35,11 @@ class Batch:
     made on the host, so that no forward waits for a device to count them. None as for `documents`."""
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """The batch on a device. `non_blocking` as for `Tensor.to`; it needs pinned memory to have an effect."""
+        """Return the batch on a device. `non_blocking` as for `Tensor.to`; it needs pinned memory to have an effect."""
         return Batch(*(t if t is None else t.to(device, non_blocking=non_blocking) for t in self._tensors()))  # type: ignore[arg-type]
 
     def pinned(self) -> Batch:
-        """The batch in page-locked memory, from which a GPU copies while the host goes on."""
+        """Return the batch in page-locked memory, from which a GPU copies while the host goes on."""
         return Batch(*(t if t is None else t.pin_memory() for t in self._tensors()))  # type: ignore[arg-type]
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
@@ -78,7 +78,7 @@ class Rows:
             self._documents[rows], self._positions[rows] = numbers, positions
 
     def batch(self) -> Batch:
-        """The rows as tensors, without a copy."""
+        """Return the rows as tensors, without a copy."""
         return Batch(
             torch.from_numpy(self._inputs),
             torch.from_numpy(self._targets),
@@ -96,12 +96,12 @@ def _edges(documents: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def _plain(row: Any) -> Any:
-    """A memory map as an array of the base class, whose slices cost less."""
+    """Return a memory map as an array of the base class, whose slices cost less."""
     return np.asarray(row) if isinstance(row, np.ndarray) else row
 
 
 def _columns(pieces: Pieces) -> NDArray[np.int64]:
-    """The column at which each piece starts in its row."""
+    """Return the column at which each piece starts in its row."""
     ends = np.cumsum(pieces.inputs)
     begins = ends - pieces.inputs
     first = np.searchsorted(pieces.rows, pieces.rows, side="left")  # the row's first piece

@@ -36,12 +36,12 @@ class Share:
             )
 
     def micro_batches(self, first: int) -> list[range]:
-        """The samples of this rank in the step whose global batch starts at sample `first` of the run."""
+        """Return the samples of this rank in the step whose global batch starts at sample `first` of the run."""
         count = self.global_batch // (self.ranks * self.micro_batch)
         return [self.samples(first, number) for number in range(count)]
 
     def samples(self, first: int, number: int) -> range:
-        """The samples of its micro-batch `number`, from 0."""
+        """Return the samples of its micro-batch `number`, from 0."""
         begin = first + self.rank * (self.global_batch // self.ranks) + number * self.micro_batch
         return range(begin, begin + self.micro_batch)
 
@@ -119,7 +119,7 @@ class Loader(Iterator[StepBatches]):
         self.close()
 
     def _submit(self, steps: int) -> None:
-        """Begin steps until so many are pending."""
+        """Begin to load steps until `steps` of them are pending."""
         while len(self._pending) < steps and (self._stop is None or self._next < self._stop):
             first = self._next
             batches = [self._begin(self._make, samples) for samples in self._share.micro_batches(first)]

@@ -1,6 +1,8 @@
-"""The source of each sample of a run, and the number of the sample in it: functions of (settings, index).
+"""The source of each sample of a run, and the order in which a source's samples are visited: functions of (settings,
+index) and nothing else.
 
-No state may live here, for the reason that `order` gives. Nothing here knows tokens.
+No state may live here. Because of that a position in the data is one integer, and a run that resumes, on any number of
+ranks, goes on with the very same sequence. Nothing here knows tokens.
 """
 
 from __future__ import annotations
@@ -18,14 +20,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.train.data.samples.order import SampleOrder
-
 SLOTS = 4096
 """Samples of a cycle. In each cycle every source has exactly the same number of them."""
 
 
 def slots_of(weights: Sequence[float], tokens_per_sample: Sequence[float]) -> tuple[int, ...]:
-    """The samples of each source in a cycle, SLOTS in all, so that tokens have the proportions of `weights`.
+    """Return the samples of each source in a cycle, SLOTS in all, so that tokens have the proportions of `weights`.
 
     A source whose samples hold fewer tokens (because of padding) gets more samples. Rounded by largest remainder, in
     exact arithmetic. A source may get 0, where its weight is too small.
@@ -58,7 +58,7 @@ class Mixing:
             raise ValueError(f"slots: expected numbers from 1 that sum to {SLOTS}, found {self.slots}")
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        """The source of sample `index` of the run, and the sample's index in that source."""
+        """Return the source of sample `index` of the run, and the sample's index in that source."""
         if index < 0:
             raise IndexError(f"index: expected at least 0, found {index}")
         if len(self.slots) == 1:
@@ -69,7 +69,7 @@ class Mixing:
         return source, cycle * self.slots[source] + int(ranks[position])
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """Number of samples from each source among the run's first `samples`."""
+        """Return the number of samples from each source among the run's first `samples`."""
         if len(self.slots) == 1:
             return (samples,)
         cycle, position = divmod(samples, SLOTS)
@@ -80,7 +80,8 @@ class Mixing:
 
 @lru_cache(maxsize=32)
 def _cycle(slots: tuple[int, ...], seed: int, cycle: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The source of each slot, and how many slots before it in the cycle have that source; int64 [SLOTS] each."""
+    """Return the source of each slot, and how many slots before it in the cycle have that source; int64 [SLOTS]
+    each."""
     drawn = shake_128(f"{seed}/cycle {cycle}".encode()).digest(8 * SLOTS)
     order = np.argsort(np.frombuffer(drawn, "<u8"), kind="stable")
     sources = np.repeat(np.arange(len(slots)), slots)[order]
@@ -91,7 +92,7 @@ def _cycle(slots: tuple[int, ...], seed: int, cycle: int) -> tuple[NDArray[np.in
 
 
 def seed_of(seed: int, purpose: str) -> int:
-    """A seed for one purpose, derived from the run's: 64 bits."""
+    """Return a seed for one purpose, derived from the run's: 64 bits."""
     return int.from_bytes(blake2b(f"{seed}/{purpose}".encode(), digest_size=8).digest(), "little")
 
 
@@ -141,19 +142,20 @@ class GrowingOrder:
             raise ValueError(f"appended: expected epochs in ascending order, found {self.appended}")
 
     def __getitem__(self, index: int) -> int:
-        """The sample at `index`, counted from the start of the run."""
+        """Return the sample at `index`, counted from the start of the run."""
         stretch = self._stretch(index)
         order = SampleOrder(stretch.samples, stretch.seed)
         # The order is keyed by the epoch, which it derives from the index.
         return stretch.offset + order[stretch.epoch * stretch.samples + index - stretch.first]
 
     def epoch(self, index: int) -> int:
-        """The epoch of the sample at `index`."""
+        """Return the epoch of the sample at `index`."""
         stretch = self._stretch(index)
         return stretch.epoch + (index - stretch.first) // stretch.samples
 
     def epochs(self, visited: int) -> float:
-        """The epochs that the first `visited` samples are: whole ones, and the part of the one that is under way."""
+        """Return the epochs that the first `visited` samples are: whole ones, and the part of the one that is under
+        way."""
         if not visited:
             return 0.0
         epoch = self.epoch(visited - 1)
@@ -161,13 +163,13 @@ class GrowingOrder:
         return epoch + (visited - first) / (self._first_of(epoch + 1) - first)
 
     def samples_of(self, epochs: Fraction) -> Fraction:
-        """The number of samples in so many epochs. The reverse of `epochs`."""
+        """Return the number of samples in `epochs` epochs. The reverse of `epochs`."""
         whole = math.floor(epochs)
         first = self._first_of(whole)
         return first + (epochs - whole) * (self._first_of(whole + 1) - first)
 
     def _first_of(self, epoch: int) -> int:
-        """The index at which an epoch starts."""
+        """Return the index at which an epoch starts."""
         whole = [stretch for stretch in self._stretches if stretch.offset == 0 and stretch.epoch <= epoch][-1]
         return whole.first + (epoch - whole.epoch) * whole.samples
 
@@ -188,3 +190,52 @@ class GrowingOrder:
             first, size = first + more, change.new
             result.append(_Stretch(first, epoch, 0, size, self.seed))
         return result
+
+
+_ROUNDS = 4  # Four rounds of a Feistel network give a pseudorandom permutation (Luby and Rackoff, 1988).
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """An endless sequence of window numbers that visits each of `windows` windows once per epoch.
+
+    Each epoch has an order of its own: a Feistel network keyed by (seed, epoch) permutes the next power of
+    four, and walks on from results that lie outside ("cycle walking", Black and Rogaway, 2002), in constant
+    memory.
+    """
+
+    windows: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.windows < 1:
+            raise ValueError(f"windows: expected at least 1, found {self.windows}")
+
+    def __getitem__(self, index: int) -> int:
+        """Return the window at `index`, counted from the start of the run: 0 <= result < windows."""
+        if index < 0:
+            raise IndexError(f"index: expected at least 0, found {index}")
+        epoch, position = divmod(index, self.windows)
+        key = f"{self.seed}/{epoch}".encode()
+        half_bits = max(1, ((self.windows - 1).bit_length() + 1) // 2)
+        while True:
+            position = _feistel(position, half_bits, key)
+            if position < self.windows:
+                return position
+
+
+def _feistel(value: int, half_bits: int, key: bytes) -> int:
+    """Return a permutation of the numbers of 2 x half_bits bits."""
+    mask = (1 << half_bits) - 1
+    left, right = value >> half_bits, value & mask
+    for turn in range(_ROUNDS):
+        left, right = right, left ^ (_round(key, turn, right) & mask)
+    return left << half_bits | right
+
+
+# An epoch of n windows has 4 n rounds, and only 8 sqrt(n) different ones at most. Kept results take 15 MB at most.
+@lru_cache(maxsize=1 << 16)
+def _round(key: bytes, turn: int, right: int) -> int:
+    """Return a pseudorandom number of 64 bits."""
+    digest = blake2b(turn.to_bytes(1) + right.to_bytes(8, "little"), key=key, digest_size=8).digest()
+    return int.from_bytes(digest, "little")

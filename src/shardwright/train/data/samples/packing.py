@@ -164,7 +164,7 @@ def split(tokens: Tokens, seq_len: int, *, separate: bool = False) -> Windows:
 
 
 def one_per_sample(tokens: Tokens, seq_len: int) -> Packed:
-    """A document per sample, cut to `seq_len` positions. A document of fewer than two tokens has no sample."""
+    """Return a document per sample, cut to `seq_len` positions. A document of fewer than two tokens has no sample."""
     begins, positions = _documents(tokens.ends)
     lengths = np.minimum(positions, seq_len)
     counts = _trained(tokens.trained, begins, lengths)

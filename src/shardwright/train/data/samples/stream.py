@@ -57,7 +57,7 @@ class Source:
         return sum(len(part.packing) for part in self.parts)
 
     def place(self, sample: int) -> tuple[int, int]:
-        """The part that holds a sample, and its number there."""
+        """Return the part that holds a sample, and its number there."""
         for number, part in enumerate(self.parts):
             if sample < len(part.packing):
                 return number, sample
@@ -65,7 +65,8 @@ class Source:
         raise IndexError(f"{self.name}: expected a sample below {self.samples}")
 
     def grown(self, part: Part, epoch: int) -> Source:
-        """The source with samples appended in `epoch` of a run. The source itself where the part has no sample."""
+        """Return the source with samples appended in `epoch` of a run. The source itself where the part has no
+        sample."""
         old, more = self.samples, len(part.packing)
         if not more:
             return self
@@ -142,7 +143,7 @@ class Stream:
         return total
 
     def place(self, index: int) -> SampleOrigin:
-        """The origin of sample `index` of the run. O(1)."""
+        """Return the origin of sample `index` of the run. O(1)."""
         source, number = self.mixing[index]
         return SampleOrigin(source, *self.sources[source].place(self._orders[source][number]))
 
@@ -154,12 +155,15 @@ class Stream:
         ]
 
     def samples_of(self, epochs: Fraction) -> Fraction:
-        """The number of samples of a run that is so many passes over its data: each source once per pass, appended
-        documents from the pass on in which they came."""
+        """Return how many samples make `epochs` passes over the data.
+
+        Each source is read once per pass; documents that were appended during the run count from the pass in which
+        they arrived.
+        """
         return sum((order.samples_of(epochs) for order in self._orders), Fraction())
 
     def shares(self) -> list[float]:
-        """The part of the run's tokens, padding not counted, that comes from each source; the sum is 1."""
+        """Return the part of the run's tokens, padding not counted, that comes from each source; the sum is 1."""
         tokens = [
             slots * tokens_per_sample(source)
             for slots, source in zip(self.mixing.slots, self.sources, strict=True)
@@ -167,8 +171,8 @@ class Stream:
         return [number / sum(tokens) for number in tokens]
 
     def epochs_under_way(self, samples: int) -> list[int]:
-        """The epoch of each source that sample `samples` of the run, or the source's next after it, belongs to. An
-        `Appended` that is made at this position has that epoch."""
+        """Return the epoch of each source that sample `samples` of the run, or the source's next after it, belongs to.
+        An `Appended` that is made at this position has that epoch."""
         return [
             order.epoch(count) for order, count in zip(self._orders, self.mixing.counts(samples), strict=True)
         ]

@@ -34,13 +34,13 @@ def training_and_validation(tokens: Tokens, fraction: float) -> tuple[Tokens, To
 
 
 def cuts_document(tokens: Tokens, fraction: float) -> bool:
-    """Whether :func:`training_and_validation` cuts a document in two."""
+    """Return whether :func:`training_and_validation` cuts a document in two."""
     cut = _cut_of(tokens, fraction)
     return cut < len(tokens.ids) and cut not in (0, *tokens.ends[np.searchsorted(tokens.ends, cut) :][:1])
 
 
 def _cut_of(tokens: Tokens, fraction: float) -> int:
-    """The first token of validation."""
+    """Return the first token of validation."""
     total = len(tokens.ids)
     wanted = int(total * fraction)
     cut = total - wanted

@@ -113,7 +113,7 @@ def _runs(place: DataFile, source: DataFiles) -> Iterator[FilePart]:
 
 
 def _arrow(place: DataFile, stack: ExitStack) -> tuple[Any, int | None]:
-    """A reader, and the number of batches in a file of Arrow's file format; None for its stream format."""
+    """Return a reader, and the number of batches in a file of Arrow's file format; None for its stream format."""
     pyarrow = _pyarrow(place)
     with open_place(place) as stream:
         magic = stream.read(6)
@@ -128,7 +128,7 @@ def _arrow(place: DataFile, stack: ExitStack) -> tuple[Any, int | None]:
 
 
 def _each(reader: Any, count: int | None, place: DataFile) -> Iterator[Any]:
-    """The batches. To pass over a batch of a mapped file reads only its header."""
+    """Yield the batches. To pass over a batch of a mapped file reads only its header."""
     for number in itertools.count() if count is None else range(count):
         with _reading(place, f"record batch {number} of "):
             try:

@@ -62,7 +62,8 @@ def documents(source: DataFiles) -> Iterator[Item]:
 
 
 def places(source: DataFiles) -> list[DataFile]:
-    """The files of a source, in order. Raises UserError where one is missing, or cannot hold what is asked for."""
+    """Return the files of a source, in order. Raises UserError where one is missing, or cannot hold what is asked
+    for."""
     result = [place for path in source.paths for place in locate(path, source.key)]
     if source.kind != "documents":
         wrong = next((place for place in result if place.kind not in _ROWS), None)
@@ -75,7 +76,7 @@ def places(source: DataFiles) -> list[DataFile]:
 
 
 def spans(place: DataFile, source: DataFiles) -> Iterator[FilePart]:
-    """The parts of a file, in order. Where they begin does not depend on who reads them."""
+    """Yield the parts of a file, in order. Where they begin does not depend on who reads them."""
     yield from _reader(place).spans(place, source)
 
 

@@ -115,12 +115,12 @@ _KEYS = {
 
 
 def needed_keys(source: DataFiles) -> dict[str, str]:
-    """The keys that every row must have, by the setting that names each."""
+    """Return the keys that every row must have, by the setting that names each."""
     return {setting: getattr(source, setting) for setting in _KEYS[source.kind]}
 
 
 def items_of(row: Mapping[str, Any], source: DataFiles, origin: Origin) -> Iterator[Item]:
-    """The item of a row, a long document in parts. Raises UserError if the row does not hold what it should."""
+    """Yield the item of a row, a long document in parts. Raises UserError if the row does not hold what it should."""
     check_keys(row, source, origin)
     if source.kind == "documents":
         yield from parts(_text(row, "text_key", source, origin))
@@ -156,7 +156,7 @@ def _other_kind(names: Mapping[str, Any], source: DataFiles) -> str:
 def parts(
     text: str, before: str = "", after: str = "", first: bool = True, last: bool = True
 ) -> Iterator[Document]:
-    """A text as documents of about ``PIECE`` characters, each with the text around it.
+    """Yield a text as documents of about ``PIECE`` characters, each with the text around it.
 
     ``before``, ``after``, ``first`` and ``last`` are of the whole text, which may itself be a part of a document.
     """
@@ -183,7 +183,7 @@ _BYTES = tuple((re.compile(pattern.encode()), shift) for pattern, shift in _CUTS
 
 
 def cut(window: str | bytes) -> int | None:
-    """A position of the window where tokens of usual tokenizers end: after a line, or else before a word.
+    """Return a position of the window where tokens of usual tokenizers end: after a line, or else before a word.
 
     At least 1. None if there is none.
     """
@@ -274,7 +274,7 @@ def _conversation(row: Mapping[str, Any], source: DataFiles, origin: Origin) -> 
 
 
 def strings_of(value: Any) -> Iterator[str]:
-    """All strings in nested values, keys of mappings too."""
+    """Yield all strings in nested values, keys of mappings too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -75,7 +75,7 @@ def _text(span: FilePart, stream: BinaryIO) -> Iterator[Item]:
 
 
 def _boundary(offset: int, size: int, stream: BinaryIO) -> int:
-    """The first offset from ``offset`` where the text may be cut: the same for the spans on both its sides."""
+    """Return the first offset from ``offset`` where the text may be cut: the same for the spans on both its sides."""
     if offset in (0, size):
         return offset
     window = _bytes(stream, offset - 1, min(offset + SPAN // 16, size))
@@ -121,7 +121,7 @@ def _decoded(content: bytes, place: DataFile, offset: int, where: object = None)
 
 
 def _rows(span: FilePart, source: DataFiles, stream: BinaryIO) -> Iterator[Item]:
-    """The rows whose lines begin in the span."""
+    """Yield the rows whose lines begin in the span."""
     position = span.start
     if position:
         stream.seek(position - 1)

@@ -42,7 +42,7 @@ def read(span: FilePart, source: DataFiles) -> Iterator[Item]:
 
 
 def _header(place: DataFile, stream: BinaryIO) -> tuple[int, np.dtype]:
-    """The number of tokens and their dtype. Leaves the stream at the first one."""
+    """Return the number of tokens and their dtype. Leaves the stream at the first one."""
     try:
         version = npy.read_magic(stream)
         readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}

@@ -46,7 +46,7 @@ class DataFile:
 
 
 def locate(path: str, key: str = "data.source") -> list[DataFile]:
-    """The files that a path, a glob or a URL stands for; those of a glob in the order of their names.
+    """Return the files that a path, a glob or a URL stands for; those of a glob in the order of their names.
 
     Raises UserError if there are none, if one has an unknown suffix, or if a file system is not installed.
     """
@@ -59,7 +59,7 @@ def locate(path: str, key: str = "data.source") -> list[DataFile]:
 
 
 def open_place(place: DataFile) -> BinaryIO:
-    """The file, for reading bytes. Raises UserError if it cannot be opened."""
+    """Return the file, for reading bytes. Raises UserError if it cannot be opened."""
     with readable(place):
         if place.remote:
             files, inner = _file_system(place.path, place.key)
@@ -73,7 +73,7 @@ def open_place(place: DataFile) -> BinaryIO:
 
 
 def size_of(place: DataFile) -> int:
-    """Bytes of the file. Raises UserError if it is missing or empty."""
+    """Return the bytes of the file. Raises UserError if it is missing or empty."""
     with readable(place):
         if place.remote:
             files, inner = _file_system(place.path, place.key)
@@ -88,7 +88,7 @@ def size_of(place: DataFile) -> int:
 
 
 def line_number(place: DataFile, offset: int) -> int:
-    """The number, from 1, of the line that begins at an offset in bytes. Reads the file up to there."""
+    """Return the number, from 1, of the line that begins at an offset in bytes. Reads the file up to there."""
     lines, left = 1, offset
     with open_place(place) as stream:
         while left and (block := stream.read(min(left, BUFFER))):
@@ -98,7 +98,8 @@ def line_number(place: DataFile, offset: int) -> int:
 
 
 def remote_version(place: DataFile) -> str | None:
-    """A digest of what a remote file system says of a file's version. None if that does not change with the content."""
+    """Return a digest of what a remote file system says of a file's version. None if that does not change with the
+    content."""
     files, inner = _file_system(place.path, place.key)
     with readable(place):
         facts: dict[str, Any] = files.info(inner)
@@ -174,7 +175,7 @@ def _absent(path: str, full: str) -> str:
 
 
 def _dataset_names(folder: Path, key: str) -> list[str]:
-    """The .arrow files of a folder that ``Dataset.save_to_disk`` wrote."""
+    """Return the .arrow files of a folder that ``Dataset.save_to_disk`` wrote."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(each.name for each in folder.iterdir() if (each / "state.json").is_file())
         raise UserError(
@@ -231,7 +232,7 @@ def _remote_names(url: str, key: str) -> list[str]:
 
 
 def _file_system(url: str, key: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it."""
+    """Return the file system of a URL, and the path in it."""
     protocol = url.split("://", 1)[0]
     try:
         return _opened(protocol, url)
@@ -258,7 +259,7 @@ def _opened(protocol: str, url: str) -> tuple[Any, str]:
 
 
 def _suffix(name: str) -> str:
-    """The suffix of a path, or of a URL without its query, in lower case."""
+    """Return the suffix of a path, or of a URL without its query, in lower case."""
     return os.path.splitext(name.partition("?")[0] if "://" in name else name)[1].lower()
 
 

@@ -23,7 +23,7 @@ def characters() -> list[str]:
 
 
 def tokenizer_json() -> dict[str, Any]:
-    """The content of tokenizer.json."""
+    """Return the content of tokenizer.json."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0",
@@ -50,7 +50,7 @@ def tokenizer_json() -> dict[str, Any]:
 
 
 def tokenizer_config(longest: int) -> dict[str, Any]:
-    """The content of tokenizer_config.json, for a model that takes ``longest`` tokens."""
+    """Return the content of tokenizer_config.json, for a model that takes ``longest`` tokens."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": longest,

@@ -52,7 +52,7 @@ _BLOCK = 1 << 20
 
 
 def default_cache() -> Path:
-    """The folder of the user's caches: XDG_CACHE_HOME, or ~/.cache."""
+    """Return the folder of the user's caches: XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright" / "tokens"
 
 
@@ -67,7 +67,7 @@ def tokenised(
     progress: bool = False,
     advanced: Callable[[], None] = lambda: None,
 ) -> Tokens:
-    """The tokens of a source, from the cache if they are there, else made and kept there.
+    """Return the tokens of a source, from the cache if they are there, else made and kept there.
 
     Args:
         source: the files and what to take from them.
@@ -188,7 +188,7 @@ def _changes(place: DataFile) -> UserError:
 
 
 def _identity(place: DataFile) -> dict[str, int]:
-    """Values that change with the content of a local file."""
+    """Return values that change with the content of a local file."""
     if place.remote or place.kind == PYDOC:
         return {}
     with readable(place, OSError):
@@ -367,7 +367,8 @@ def _bar(visible: bool, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _other_process(name: str) -> bool:
-    """Whether a process of this number runs, apart from this one. (Where there are no locks, it may be at work.)"""
+    """Return whether a process of this number runs, apart from this one. (Where there are no locks, it may be at
+    work.)"""
     if not name.isdigit() or int(name) == os.getpid():
         return False
     try:

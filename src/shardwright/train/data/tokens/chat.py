@@ -49,7 +49,7 @@ class Encoded(NamedTuple):
 def encode_conversation(
     conversation: Conversation, template: str, tokenizer: Tokenizer, special_tokens: SpecialTokens = "text"
 ) -> Encoded:
-    """The tokens of a conversation; those of the assistant are learnt, with the token that ends its turn.
+    """Return the tokens of a conversation; those of the assistant are learnt, with the token that ends its turn.
 
     Line breaks that a template writes after that token are not learnt. Nothing is added to what the template writes.
 
@@ -67,7 +67,7 @@ def encode_conversation(
 def prompt_of(
     message: str, template: str, tokenizer: Tokenizer, special_tokens: SpecialTokens = "text"
 ) -> list[int]:
-    """The ids with which a model is asked for a reply to one message of the user.
+    """Return the ids with which a model is asked for a reply to one message of the user.
 
     Raises:
         UserError: the template fails.
@@ -128,7 +128,7 @@ def ids_of_prompt(text: str, tokenizer: Tokenizer, more: str = "") -> list[int]:
 
 
 def is_prompt(text: str) -> bool:
-    """Whether a text is one of `prompt_text`."""
+    """Return whether a text is one of `prompt_text`."""
     return _OPEN in text
 
 
@@ -150,7 +150,7 @@ def prompt_ids(
 
 
 def content_ids(text: str, tokenizer: Tokenizer, special_tokens: SpecialTokens) -> list[int]:
-    """The ids of a text. With "text" it has no reserved token."""
+    """Return the ids of a text. With "text" it has no reserved token."""
     ids = tokenizer.encode(text)
     return tokenizer.literal.encode(text) if special_tokens == "text" and _reserved(ids, tokenizer) else ids
 
@@ -162,7 +162,7 @@ def _reserved(ids: Iterable[int], tokenizer: Tokenizer) -> bool:
 def encode_completion(
     completion: Completion, tokenizer: Tokenizer, special_tokens: SpecialTokens = "text"
 ) -> Encoded:
-    """The tokens of a prompt and its completion, which is learnt, as is the token that ends the document.
+    """Return the tokens of a prompt and its completion, which is learnt, as is the token that ends the document.
 
     Bytes have no such token; there a line feed ends a completion.
     """
@@ -182,15 +182,15 @@ def encode_completion(
 
 
 def spelled_places(item: Conversation | Completion, tokenizer: Tokenizer) -> int:
-    """Number of places in the item's texts that spell a reserved token."""
+    """Return the number of places in the item's texts that spell a reserved token."""
     if isinstance(item, Completion):
         return len(tokenizer.spelled(item.prompt + item.completion))
     return sum(len(tokenizer.spelled(text)) for text in strings_of([item.messages, item.tools]))
 
 
 def _broken(conversation: Conversation, tokenizer: Tokenizer) -> Conversation:
-    """The conversation with a mark inside of each reserved token that its texts spell, so that a template cannot mix
-    them with its own.
+    """Return the conversation with a mark inside of each reserved token that its texts spell, so that a template cannot
+    mix them with its own.
 
     Raises:
         UserError: a text has such a mark.
@@ -231,8 +231,8 @@ def _of_marks(match: re.Match[str], conversation: Conversation) -> UserError:
 
 
 def _encoded_literally(text: str, learnt: Sequence[CharRange], tokenizer: Tokenizer) -> Encoded:
-    """The tokens of a rendered text with marks. The tokenizer knows the template's tokens by other names, so that what
-    a message spells is no token to it."""
+    """Return the tokens of a rendered text with marks. The tokenizer knows the template's tokens by other names, so
+    that what a message spells is no token to it."""
     renamed, names = tokenizer.renamed()
     pieces: list[str] = []
     places: list[CharRange] = []  # in the text, and in the result
@@ -258,7 +258,7 @@ def _encoded_literally(text: str, learnt: Sequence[CharRange], tokenizer: Tokeni
 def rendered(
     conversation: Conversation, template: str, names: Mapping[str, str]
 ) -> tuple[str, list[CharRange]]:
-    """The text of a conversation, and the first and last + 1 character of each part that is learnt.
+    """Return the text of a conversation, and the first and last + 1 character of each part that is learnt.
 
     Args:
         template: source of the jinja template.
@@ -290,7 +290,7 @@ def rendered(
 
 
 def has_generation(template: str) -> bool:
-    """Whether a template marks the assistant's text itself, with ``{% generation %}``."""
+    """Return whether a template marks the assistant's text itself, with ``{% generation %}``."""
     return _GENERATION.search(template) is not None
 
 
@@ -325,7 +325,8 @@ def import_jinja() -> None:
 
 @lru_cache(maxsize=1)
 def _environment() -> Any:
-    """The environment that Hugging Face renders chat templates in: a sandbox, since templates come from a hub."""
+    """Return the environment that Hugging Face renders chat templates in: a sandbox, since templates come from a
+    hub."""
     import_jinja()
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
@@ -392,7 +393,7 @@ def _render(
 
 
 def _between_marks(text: str, conversation: Conversation) -> tuple[str, list[CharRange]]:
-    """The text without marks, and the parts between them."""
+    """Return the text without marks, and the parts between them."""
     pieces, learnt, length = [], [], 0
     for number, piece in enumerate(text.split(_OPEN)):
         inside, closed, rest = piece.partition(_CLOSE)

@@ -69,7 +69,7 @@ class PartCounts(NamedTuple):
 
 
 def part_files(folder: Path, number: int) -> tuple[Path, Path, Path]:
-    """The files of a part: ids, ends (int64, relative to the part), and what is learnt (uint8)."""
+    """Return the files of a part: ids, ends (int64, relative to the part), and what is learnt (uint8)."""
     return folder / f"{number}.ids", folder / f"{number}.ends", folder / f"{number}.trained"
 
 
@@ -114,14 +114,14 @@ def _write(job: EncodingJob, span: FilePart, ids: BinaryIO, ends: BinaryIO, trai
 
 
 def separator(job: EncodingJob, place: DataFile) -> bytes:
-    """Bytes between two documents of a file. Only the tokenizer of bytes has no token for the end of one."""
+    """Return the bytes between two documents of a file. Only the tokenizer of bytes has no token for the end of one."""
     if job.masked or not isinstance(job.tokenizer, Bytes) or place.kind == ".npy":
         return b""
     return b"\n\n" if place.kind == PYDOC else b"\n"
 
 
 def pieces(job: EncodingJob, span: FilePart) -> Iterator[EncodedPiece]:
-    """The items of a span as ids, in order."""
+    """Yield the items of a span as ids, in order."""
     for items in _batches(read(span, job.source)):
         if isinstance(items[0], Document):
             yield from _documents(job, [item for item in items if isinstance(item, Document)])

@@ -61,17 +61,17 @@ class Known:
 
 
 def known_of(tokens: Tokens, identity: str) -> Known:
-    """The record of a run that begins with these tokens."""
+    """Return the record of a run that begins with these tokens."""
     return Known(identity, tokens.files, (_extents(tokens),))
 
 
 def with_part(known: Known, tokens: Tokens, identity: str, epoch: int) -> Known:
-    """The record after all of `tokens` was taken into a part in `epoch`."""
+    """Return the record after all of `tokens` was taken into a part in `epoch`."""
     return Known(identity, tokens.files, (*known.parts, _extents(tokens)), (*known.epochs, epoch))
 
 
 def seen(known: Known, tokens: Tokens, identity: str) -> Known:
-    """The record after a look at `tokens` of which no document was taken."""
+    """Return the record after a look at `tokens` of which no document was taken."""
     return replace(known, identity=identity, files=tokens.files)
 
 
@@ -104,14 +104,14 @@ def appended_documents(known: Known, tokens: Tokens) -> int:
 
 
 def parts_of(known: Known, tokens: Tokens) -> list[Tokens]:
-    """The parts of the run, and what is left as the last one. Ids are not copied."""
+    """Return the parts of the run, and what is left as the last one. Ids are not copied."""
     nothing = (Extent(0, 0),) * len(tokens.files)
     limits = [nothing, *((*part, *nothing[len(part) :]) for part in known.parts), _extents(tokens)]
     return [_part(tokens, lower, upper) for lower, upper in pairwise(limits)]
 
 
 def _extents(tokens: Tokens) -> tuple[Extent, ...]:
-    """All documents of all files."""
+    """Return all documents of all files."""
     result = []
     first = 0
     for file in tokens.files:
@@ -142,7 +142,7 @@ def _part(tokens: Tokens, lower: Sequence[Extent], upper: Sequence[Extent]) -> T
 
 
 def _row(row: np.ndarray, stretches: Sequence[tuple[int, int]]) -> Any:
-    """An array where it can be one. Both are read by slices."""
+    """Return an array where it can be one. Both are read by slices."""
     if len(stretches) < 2:
         start, stop = stretches[0] if stretches else (0, 0)
         return row[start:stop]
@@ -150,19 +150,19 @@ def _row(row: np.ndarray, stretches: Sequence[tuple[int, int]]) -> Any:
 
 
 def _end(tokens: Tokens, document: int) -> int:
-    """The end of the documents before this one."""
+    """Return the end of the documents before this one."""
     return int(tokens.ends[document - 1]) if document else 0
 
 
 def _stop(tokens: Tokens, first: int, file: FileFacts, documents: int) -> int:
-    """The end of a file's first `documents`, without the separator after them."""
+    """Return the end of a file's first `documents`, without the separator after them."""
     if documents == file.documents:
         return _end(tokens, first) + file.tokens
     return _end(tokens, first + documents) - file.joint
 
 
 def _begins_with(tokens: Tokens, first: int, file: FileFacts, old: FileFacts) -> bool:
-    """Whether the file whose first document is `first` begins with what `old` says."""
+    """Return whether the file whose first document is `first` begins with what `old` says."""
     start = _end(tokens, first)
     stop = _stop(tokens, first, file, old.documents) if old.documents else start
     if stop - start != old.tokens:

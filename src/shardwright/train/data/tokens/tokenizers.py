@@ -87,16 +87,16 @@ class Tokenizer(Protocol):
         """The same tokenizer for texts that spell no token: what they spell stays text. It does not decode."""
 
     def renamed(self) -> tuple[Tokenizer, Mapping[str, str]]:
-        """The same tokenizer, whose reserved tokens have names that no text has, and these names by the usual ones.
-        It does not decode."""
+        """Return the same tokenizer, whose reserved tokens have names that no text has, and these names by the usual
+        ones. It does not decode."""
 
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """The ids of each text; ``bytes`` where every id is one."""
+        """Return the ids of each text; ``bytes`` where every id is one."""
 
     def encode_part(self, text: str, before: str, after: str) -> Sequence[int]:
-        """The ids of a text that stands between two others, which are not encoded."""
+        """Return the ids of a text that stands between two others, which are not encoded."""
 
     def encode_places(self, text: str, inside: bool = False) -> tuple[list[int], list[CharRange]]:
         """Ids, and the characters of each. ``inside``: the text goes on after another one, in the same line."""
@@ -230,7 +230,7 @@ class FromFile:
         }
 
     def _renamed_library(self, literal: bool) -> Any:
-        """The library's tokenizer with other names for reserved tokens, and equal ids.
+        """Return the library's tokenizer with other names for reserved tokens, and equal ids.
 
         The library can ignore added tokens in a text. Models of words and of pieces (WordLevel, Unigram) would still
         find them in their vocabulary.
@@ -294,7 +294,7 @@ class FromFile:
         return encoding.ids, encoding.offsets
 
     def _first_id(self) -> int | None:
-        """The id that the file's own post-processor puts before a text; None for none."""
+        """Return the id that the file's own post-processor puts before a text; None for none."""
         text = "a"
         plain = self._tokenizer.encode(text, add_special_tokens=False).ids
         whole = self._tokenizer.encode(text, add_special_tokens=True).ids
@@ -312,21 +312,22 @@ class FromFile:
         return next((vocabulary[name] for name in _USUAL_ENDS if name in added), None)
 
     def _ends(self, value: object) -> tuple[int, ...]:
-        """The end of documents, and the ids of the generation settings: an int, a list of them, or None."""
+        """Return the end of documents, and the ids of the generation settings: an int, a list of them, or None."""
         listed = value if isinstance(value, list) else [value]
         ids = [each for each in listed if type(each) is int and 0 <= each < self.vocab_size]
         first = [self.end] if self.end is not None and self.end not in ids else []
         return tuple(dict.fromkeys([*first, *ids]))
 
     def _adds_prefix(self) -> bool:
-        """Whether a text at the start has other ids than inside a line (SentencePiece puts a blank before it)."""
+        """Return whether a text at the start has other ids than inside a line (SentencePiece puts a blank before
+        it)."""
         ids, places = self._encoded("\na")
         inside = [number for number, place in zip(ids, places, strict=True) if place[0] >= 1]
         return inside != self.encode("a")
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a setting: ``bytes``, the path of a tokenizer.json or of its folder, or a hub name.
+    """Return the tokenizer of a setting: ``bytes``, the path of a tokenizer.json or of its folder, or a hub name.
 
     A hub name is ``owner/model`` or ``owner/model@revision``. Only its tokenizer files are fetched, from HF_ENDPOINT
     if that is set.
@@ -362,7 +363,7 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def pinned_name(name: str, tokenizer: Tokenizer) -> str:
-    """The setting of an open tokenizer; a hub name has the commit of the tokenizer's files as its revision."""
+    """Return the setting of an open tokenizer; a hub name has the commit of the tokenizer's files as its revision."""
     if tokenizer.file is None or os.path.exists(os.path.expanduser(name)):
         return name
     return pinned(name, tokenizer.file)
@@ -393,7 +394,7 @@ def _parsed(content: bytes, path: Path) -> Any:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """The content of a JSON file, which may be absent."""
+    """Return the content of a JSON file, which may be absent."""
     if not path.is_file():
         return {}
     try:

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwright.checkpoint import Damaged, read_regular, sealed, size_of, unsealed
+from shardwright.checkpoint import Damaged
+from shardwright.common.regular_files import read_regular, size_of
+from shardwright.common.sealed_json import sealed, unsealed
 
 FACTS, IDS, ENDS, TRAINED = "tokens.json", "ids.bin", "ends.bin", "trained.bin"
 SMALL = 1 << 26  #: bytes; of larger files only the length is compared when they are opened
@@ -69,7 +71,7 @@ class Facts:
     files: tuple[FileFacts, ...]  #: one for each file of the source
 
     def lengths(self) -> dict[str, int]:
-        """Bytes of each file."""
+        """Return the bytes of each file."""
         lengths = {IDS: self.tokens * np.dtype(self.dtype).itemsize, ENDS: self.documents * 8}
         return {**lengths, TRAINED: self.tokens} if self.masked else lengths
 
@@ -89,7 +91,7 @@ class Row:
         return int(self._bounds[-1])
 
     def __getitem__(self, key: Any) -> np.ndarray:
-        """A slice with step 1, or the elements at an array of indices."""
+        """Return a slice with step 1, or the elements at an array of indices."""
         if not isinstance(key, slice):
             numbers = np.searchsorted(self._bounds, key, side="right") - 1
             starts = np.array([start for start, _ in self._stretches])
@@ -107,7 +109,7 @@ class Row:
         return np.concatenate(pieces) if pieces else self._array[:0]
 
     def between(self, start: int, stop: int) -> Row:
-        """The elements from `start` to `stop - 1`, without a copy."""
+        """Return the elements from `start` to `stop - 1`, without a copy."""
         bounds = self._bounds.tolist()
         return Row(self._array, [
             (begin + max(start - low, 0), end - max(high - stop, 0))
@@ -145,7 +147,7 @@ class Tokens:
 
 
 def dtype_of(vocab_size: int) -> np.dtype:
-    """The smallest dtype that holds every id."""
+    """Return the smallest dtype that holds every id."""
     return next(
         np.dtype(name) for name in ("uint8", "uint16", "uint32") if vocab_size - 1 <= np.iinfo(name).max
     )
@@ -161,7 +163,7 @@ def _sha256(path: Path) -> str:
 
 
 def open_tokens(folder: Path) -> Tokens:
-    """The tokens in a folder, mapped into memory.
+    """Return the tokens in a folder, mapped into memory.
 
     Lengths of all files are compared with those that were written, and digests of the small ones.
 

@@ -164,7 +164,7 @@ def serve() -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, if another process can read it."""
+    """Return the error, if another process can read it."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

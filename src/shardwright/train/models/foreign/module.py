@@ -40,5 +40,6 @@ class ForeignModel(LanguageModel):
 
 
 def module_names(model: nn.Module) -> KeyMap | None:
-    """The names that tensors have in the module of another package or of a user. None: the model is that module."""
+    """Return the names that tensors have in the module of another package or of a user. None: the model is that
+    module."""
     return (lambda name: name.removeprefix(PREFIX)) if isinstance(model, ForeignModel) else None

@@ -105,8 +105,8 @@ def check(shape: PythonShape, config: object) -> None:
 
 
 def fingerprints(shape: PythonShape) -> dict[str, str]:
-    """The digest of the file of `model.target`, under its name in messages. Empty if the file is not found; building
-    the model says so."""
+    """Return the digest of the file of `model.target`, under its name in messages. Empty if the file is not found;
+    building the model says so."""
     module = shape.target.partition(":")[0]
     try:
         spec = importlib.util.find_spec(module)
@@ -136,7 +136,7 @@ def _built(shape: PythonShape) -> nn.Module:
 
 
 def _arguments(function: Callable[..., Any], shape: PythonShape) -> dict[str, Any]:
-    """The keyword arguments of the user's function.
+    """Return the keyword arguments of the user's function.
 
     Raises:
         UserError: it does not have one of `model.arguments`, or needs another one.
@@ -229,7 +229,7 @@ def _in_words(value: Any) -> str:
 
 
 def _offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
-    """A method that the model offers. A module of that name is a part of the model."""
+    """Return a method that the model offers. A module of that name is a part of the model."""
     value = getattr(model, name, None)
     return None if value is None or isinstance(value, nn.Module) else value
 
@@ -249,7 +249,7 @@ def _units(model: nn.Module, shape: PythonShape) -> Units:
 
 
 def _summed(shape: PythonShape, loss: Any, targets_BS: Tensor) -> Tensor:
-    """The sum over all targets of a loss: a mean over them, 0-d, or one value for each.
+    """Return the sum over all targets of a loss: a mean over them, 0-d, or one value for each.
 
     Raises:
         ExtensionError: it is neither.

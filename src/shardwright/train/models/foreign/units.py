@@ -42,7 +42,7 @@ def find_units(
     key: str = "model.blocks",
     way: str = "",
 ) -> Units:
-    """The units of a model.
+    """Return the units of a model.
 
     Args:
         model: a whole model, which need not have values.
@@ -82,7 +82,7 @@ def find_units(
 
 
 def _after_blocks(model: nn.Module, name: str) -> list[nn.Module]:
-    """The norms beside the list of blocks, except those of embeddings."""
+    """Return the norms beside the list of blocks, except those of embeddings."""
     parent = model.get_submodule(name.rpartition(".")[0])
     norms = [
         child

@@ -57,7 +57,7 @@ def imported_transformers() -> Any:
 
 
 def config_of(shape: HuggingFaceShape) -> Any:
-    """The configuration of transformers for a shape.
+    """Return the configuration of transformers for a shape.
 
     Raises:
         UserError: transformers has no causal language model of this type, or the values do not fit it.
@@ -108,7 +108,7 @@ def config_of(shape: HuggingFaceShape) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of what config.json says. transformers writes infinite numbers as {"__float__": "Infinity"}."""
+    """Return a copy of what config.json says. transformers writes infinite numbers as {"__float__": "Infinity"}."""
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])

@@ -28,8 +28,8 @@ def check(shape: HuggingFaceShape, config: Config) -> None:
             f"train.compile: expected 'none' with a model of type {settings.model_type!r}, found "
             f"{config.train.compile!r}; transformers says that its layers cannot be compiled as one graph"
         )
-    if config.parallel.context > 1:
-        check_divides(settings, config.parallel.context, config.data.separates)
+    if (ranks := config.parallel.parts_of("samples")) > 1:
+        check_divides(settings, ranks, config.data.separates)
     # What its constructor and its files say is known before ranks start.
     with torch.device("meta"):
         model = HuggingFaceModel(replace(shape, weights="pretrained"))  # which draws no values

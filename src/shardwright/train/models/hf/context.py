@@ -43,7 +43,8 @@ class Divided:
         self.positions_BS: Tensor | None = None
 
     def arguments(self, tokens_BS: Tensor, documents_BS: Tensor | None) -> dict[str, Any]:
-        """The keyword arguments of transformers' forward for this rank's tokens. `documents_BS`: of whole samples."""
+        """Return the keyword arguments of transformers' forward for this rank's tokens. `documents_BS`: of whole
+        samples."""
         length = tokens_BS.shape[1] * (self.split.ranks if self.split.divides else 1)
         documents = None if documents_BS is None else Documents(documents_BS)
         self.documents_BS = None if documents is None else documents.first_BS
@@ -55,14 +56,15 @@ class Divided:
         return {"position_ids": own_BS}
 
     def whole_logits(self, logits: tuple[Tensor, ...], samples: int) -> tuple[Tensor, ...]:
-        """The logits [samples * S, E] of the routers of layers for whole samples, of those for this rank's tokens."""
+        """Return the logits [samples * S, E] of the routers of layers for whole samples, of those for this rank's
+        tokens."""
         if not self.split.divides:
             return logits
         parts = (each.flatten(0, -2).unflatten(0, (samples, -1)) for each in logits)
         return tuple(gather(each, self.split).flatten(0, 1) for each in parts)
 
     def auxiliary_sums(self, whole: Callable[..., dict[str, Tensor]], extras: Any, targets_BS: Tensor) -> Any:
-        """This rank's share of `HuggingFaceModel.auxiliary_sums`, which is `whole`, by its trained tokens."""
+        """Return this rank's share of `HuggingFaceModel.auxiliary_sums`, which is `whole`, by its trained tokens."""
         if not self.split.divides:
             return whole(extras, targets_BS)
         targets_of_all_BS = gather(targets_BS, self.split)
@@ -119,7 +121,7 @@ def check_divides(config: Any, ranks: int, separates: bool) -> None:
 
 
 def _difference(config: Any, separates: bool) -> str:
-    """The difference that ranks would make, in words; empty for none."""
+    """Return the difference that ranks would make, in words; empty for none."""
     way = trials.separation_of(config) if separates else None
     small, model, plain = trials.small_model(config, getattr(config, "_attn_implementation", None))
     if way is not None and way.window:
@@ -159,7 +161,7 @@ _ALIKE = 1e-4
 
 
 def _chooses_tables(module: nn.Module) -> bool:
-    """Whether rotary tables depend on the longest position."""
+    """Return whether rotary tables depend on the longest position."""
     kinds = getattr(module, "rope_type", None)
     kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
@@ -173,7 +175,7 @@ def _rotary(
     *more: Any,
     **keywords: Any,
 ) -> Any:
-    """The tables of this rank's tokens, chosen by the positions of all."""
+    """Return the tables of this rank's tokens, chosen by the positions of all."""
     if not divided.split.divides or divided.positions_BS is None:
         return forward(x, position_ids, *more, **keywords)
     return tuple(shard(each, divided.split) for each in forward(x, divided.positions_BS, *more, **keywords))
@@ -194,7 +196,7 @@ def _attention(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """An attention of transformers' interface: [B, H, S, K] in the arguments, [B, S, H, K] in the result."""
+    """Return an attention of transformers' interface: [B, H, S, K] in the arguments, [B, S, H, K] in the result."""
     divided: Divided = getattr(module, _DIVIDED)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     for problem, found in (

@@ -49,7 +49,7 @@ class Separation:
     def arguments(
         self, documents_BS: Tensor, positions_BS: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> dict[str, Any]:
-        """The keyword arguments of forward beside `input_ids`.
+        """Return the keyword arguments of forward beside `input_ids`.
 
         Args:
             documents_BS: int, the number of each token's document in its sample.
@@ -81,7 +81,7 @@ class Separation:
 
 
 def separation_of(config: Any, build: Callable[[Any], nn.Module] | None = None) -> Separation:
-    """The Separation of the model of a transformers config, found with a small model of its class.
+    """Return the Separation of the model of a transformers config, found with a small model of its class.
 
     The first call for a config takes about a second for 32 layers on one thread of a CPU, and leaves random numbers,
     the config and torch's defaults as they are. It allocates the parameters of the small model: 400 MB at most.
@@ -120,7 +120,8 @@ _found: dict[tuple[str, str | None], Separation] = {}  #: by the values of a con
 def small_model(
     config: Any, attention: str | None, build: Callable[[Any], nn.Module] | None = None
 ) -> tuple[Any, nn.Module, Tensor]:
-    """A small model of the class and settings of a config, with its own config and its logits for `trial_tokens`.
+    """Return a small model of the class and settings of a config, with its own config and its logits for
+    `trial_tokens`.
 
     Call it inside `unnoticed`. The arguments are those of `separation_of`, and the attention implementation.
 
@@ -169,13 +170,13 @@ _ROUNDING, _ANOTHER_LENGTH, _LEAK = 1e-5, 1e-3, 1e-3
 
 @functools.cache  # not at import, which may be inside a trace or with another default device
 def trial_documents() -> Tensor:
-    """The number of its document for each token of a trial, int64 [samples, tokens]."""
+    """Return the number of its document for each token of a trial, int64 [samples, tokens]."""
     return torch.tensor([[n for n, length in enumerate(row) for _ in range(length)] for row in _LENGTHS])
 
 
 @functools.cache
 def trial_tokens() -> Tensor:
-    """The tokens of a trial, int64 [samples, tokens]."""
+    """Return the tokens of a trial, int64 [samples, tokens]."""
     shape = trial_documents().shape
     return torch.randint(2, _VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
 
@@ -210,7 +211,7 @@ def _first_that_separates(config: Any, small: Any, model: nn.Module, plain: Tens
 
 
 def _leak(model: nn.Module, way: Separation) -> str | None:
-    """The fault of a way to separate documents, in words; None: it works."""
+    """Return the fault of a way to separate documents, in words; None: it works."""
     arguments = way.arguments(trial_documents())
     together = logits_of(model, trial_tokens(), arguments)
     if not together.isfinite().all():
@@ -329,7 +330,8 @@ _SMALLER: tuple[Callable[[Mapping[str, Any]], dict[str, int]], ...] = (_small_as
 def _shrunk(
     values: Mapping[str, Any], sizes: Callable[[Mapping[str, Any]], dict[str, int]]
 ) -> dict[str, Any]:
-    """The values of a config and of the configs inside it, such as the language model's beside the image model's."""
+    """Return the values of a config and of the configs inside it, such as the language model's beside the image
+    model's."""
     most, small = sizes(values), dict(values)
     for key, value in values.items():
         if isinstance(value, dict) and "model_type" in value:

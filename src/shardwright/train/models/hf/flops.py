@@ -1,14 +1,17 @@
 """Floating-point operations of a token in models of transformers, counted while the model runs without memory.
 
 The model is built again on the meta device, and one forward and backward of it count their products by torch's own
-formulas. What its modules are named does not matter. transformers is imported when a model is counted.
+formulas. What its modules are named does not matter. Layers of a kind take the same operations, so a model of 80 equal
+layers is counted with one, two and three of them. transformers is imported when a model is counted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.engine.compat import outside_dispatch_modes
+from shardwright.train.config.shapes.foreign import HuggingFaceShape
+from shardwright.train.models.hf.building import build
 from shardwright.train.models.hf.documents import unnoticed
+from shardwright.train.models.hf.layers import described, shape_with_layers
 
 #: The name of the attention here in transformers' interface.
 NAME = "shardwright_counted"
@@ -73,7 +79,7 @@ def flops_of_sample(
 
 
 def _counted(model: Any, length: int, own_attention: bool) -> float:
-    """The operations of a sample. With `own_attention` the model calls the attention here, else its own one."""
+    """Return the operations of a sample. With `own_attention` the model calls the attention here, else its own one."""
     attentions = _Attentions()
     values = model.config.get_text_config().to_dict()
     short = max(_LENGTH, *(n for key in _CHUNKS if isinstance(n := values.get(key), int)), 0)
@@ -91,7 +97,8 @@ def _counted(model: Any, length: int, own_attention: bool) -> float:
 
 
 def _traced(model: Any, length: int, own_attention: bool, attentions: _Attentions) -> float:
-    """The operations of a forward and backward, without those of attention that `_Attentions` counts by pairs."""
+    """Return the operations of a forward and backward, without those of attention that `_Attentions` counts by
+    pairs."""
     attentions.length = length
     # transformers makes a mask by reading values, unless there is one, or the attention takes none.
     mask = {} if own_attention else {"attention_mask": torch.zeros(1, 1, length, length)}
@@ -172,8 +179,8 @@ def _attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """An attention of transformers' interface without a product: its result depends on all that it gets, such as biases
-    of positions."""
+    """Return an attention of transformers' interface without a product: its result depends on all that it gets, such as
+    biases of positions."""
     passes = _PASSES if any(t.requires_grad for t in (query, key, value)) else 1
     attentions.add(query, value, sliding_window, passes)
     result = value.mean((1, 2), keepdim=True) + (query.mean(-1, keepdim=True) + key.mean())
@@ -181,3 +188,93 @@ def _attention(
         if isinstance(other, Tensor) and other.requires_grad:
             result = result + other.mean()
     return result.transpose(1, 2).contiguous(), None
+
+
+Count = Callable[[Sequence[int]], float | None]
+"""Counts the model with these layers alone; None: there is no such model."""
+
+
+@functools.lru_cache(64)
+def flops_of_model(shape: HuggingFaceShape, length: int, frozen: frozenset[str], adapters: bool) -> float:
+    """Return the operations of forward and backward for a sample of `length` tokens.
+
+    Args:
+        shape: of the model.
+        length: of the sample.
+        frozen: the names of parameters that are not trained, as transformers has them.
+        adapters: whether layers have adapters, whose own operations are left out.
+
+    Raises:
+        Uncountable: the model does not run without memory.
+    """
+    description = described(shape)
+    number = len(description.layers)
+    inside = f"{description.blocks}."
+
+    def count(kept: Sequence[int]) -> float | None:
+        shorter = shape if len(kept) == number else shape_with_layers(shape, kept)
+        if shorter is None:
+            return None
+
+        def is_trained(name: str) -> bool:
+            if name.startswith(inside):
+                index, _, rest = name.removeprefix(inside).partition(".")
+                name = f"{inside}{kept[int(index)]}.{rest}"
+            return name not in frozen
+
+        model = functools.partial(build, replace(shorter, weights="pretrained"))  # which draws no values
+        return flops_of_sample(model, is_trained, length, adapters)
+
+    # Without adapters, gradients reach the layers behind the first trained one, so the place of a layer counts, too.
+    if not frozen or adapters:
+        of_layers: list[set[str]] = [set() for _ in description.layers]
+        for name in frozen:
+            if name.startswith(inside):
+                index, _, rest = name.removeprefix(inside).partition(".")
+                of_layers[int(index)].add(rest)
+        kinds = [(kind, frozenset(own)) for kind, own in zip(description.layers, of_layers, strict=True)]
+        if (flops := count_by_kinds(kinds, count)) is not None:
+            return flops
+    whole = count(range(number))
+    assert whole is not None
+    return whole
+
+
+def count_by_kinds(kinds: Sequence[Hashable], count: Count) -> float | None:
+    """Return the count of a model with layers of these kinds, from counts of models with fewer layers together.
+
+    None: there are no such models, or the third layer of a kind adds something else than the second, as where layers
+    attend to all layers before them.
+    """
+    firsts = sorted({kind: i for i, kind in reversed([*enumerate(kinds)])}.values())
+    for base in dict.fromkeys(
+        (tuple(firsts), tuple(range(firsts[-1] + 1)))
+    ):  # or all up to the last new kind
+        left: dict[Hashable, list[int]] = {}
+        for i, kind in enumerate(kinds):
+            if i not in base:
+                left.setdefault(kind, []).append(i)
+        traced = [base, *({*base, *others[:n]} for others in left.values() for n in (1, 2)[: len(others)])]
+        if sum(map(len, traced)) >= len(kinds):
+            continue
+        found = _summed(base, [*left.values()], count)
+        if found is not None:
+            return found
+    return None
+
+
+def _summed(base: Sequence[int], left: Sequence[Sequence[int]], count: Count) -> float | None:
+    """Return the count of the base and of all other layers, which are of one kind in each list."""
+    if (of_base := count(base)) is None:
+        return None
+    total = of_base
+    for others in left:
+        if (with_one := count(sorted({*base, *others[:1]}))) is None:
+            return None
+        of_layer = with_one - of_base
+        if len(others) > 1:
+            with_two = count(sorted({*base, *others[:2]}))
+            if with_two is None or not math.isclose(with_two, of_base + 2 * of_layer, rel_tol=1e-9):
+                return None
+        total += len(others) * of_layer
+    return total

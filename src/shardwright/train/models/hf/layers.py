@@ -39,7 +39,7 @@ class Description(NamedTuple):
 
 @functools.lru_cache(64)
 def described(shape: HuggingFaceShape) -> Description:
-    """The modules of the model: their classes, parameters, buffers and plain attributes.
+    """Return the modules of the model: their classes, parameters, buffers and plain attributes.
 
     Raises:
         UserError: transformers cannot build the model.
@@ -79,7 +79,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def layers_of(shape: HuggingFaceShape) -> Layers:
-    """The layers, by what their modules are."""
+    """Return the layers, by what their modules are."""
 
     def keys(kept: Sequence[int]) -> dict[str, Any] | None:
         shorter = shape_with_layers(shape, kept)
@@ -89,7 +89,7 @@ def layers_of(shape: HuggingFaceShape) -> Layers:
 
 
 def shape_with_layers(shape: HuggingFaceShape, kept: Sequence[int]) -> HuggingFaceShape | None:
-    """The shape of the same model with these layers alone, in the order of their numbers.
+    """Return the shape of the same model with these layers alone, in the order of their numbers.
 
     In its config.json the number of layers is another one, and lists with an item for each layer have those items. A
     list of the numbers of all layers, such as that of all layers with experts, has the new numbers.
@@ -114,7 +114,7 @@ def shape_with_layers(shape: HuggingFaceShape, kept: Sequence[int]) -> HuggingFa
 
 
 def _folder_with(content: str) -> Path:
-    """A folder with this config.json, which stays until the process ends."""
+    """Return a folder with this config.json, which stays until the process ends."""
     folder = Path(_root().name, hashlib.sha256(content.encode()).hexdigest()[:16])
     if not folder.exists():
         folder.mkdir()

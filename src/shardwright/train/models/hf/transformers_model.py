@@ -24,11 +24,12 @@ from shardwright.checkpoint import (
     FileTensor,
     TensorSource,
     load_pretrained,
-    mesh_of,
     open_stored,
+    ranks_of,
+    stored_key_map,
     transformers_key_map,
 )
-from shardwright.engine import OtherRankFailed, RankGroup, units_of
+from shardwright.engine import OtherRankFailed
 from shardwright.train.config.shapes.foreign import CONFIG, FILES_OF_PATH, HuggingFaceShape, is_folder
 from shardwright.train.config.shapes.hub import fetch_file, fetch_files, fetch_first
 from shardwright.train.config.shapes.rope_tables import one_place
@@ -37,9 +38,8 @@ from shardwright.train.models.foreign.module import ADAPTER_PARAMETERS, PREFIX, 
 from shardwright.train.models.foreign.units import Units
 from shardwright.train.models.hf.building import build, config_of, imported_transformers, units_in
 from shardwright.train.models.hf.context import Divided
-from shardwright.train.models.hf.counting import flops_of_model
 from shardwright.train.models.hf.documents import Separation, separation_of
-from shardwright.train.models.hf.flops import Uncountable
+from shardwright.train.models.hf.flops import Uncountable, flops_of_model
 from shardwright.train.models.language_model import draws_numbers
 from shardwright.train.models.packed import IGNORED, within_trained
 
@@ -150,7 +150,7 @@ class HuggingFaceModel(ForeignModel):
             return
         computed = [f"{PREFIX}{name}" for name in self.model._keys_to_ignore_on_save or ()]
         # Files may be damaged on one host alone. Then no other rank may wait in the collectives of load_pretrained.
-        path, sources, unneeded = RankGroup.of_mesh(mesh_of(units_of(self))).run_own(
+        path, sources, unneeded = ranks_of(self).run_own(
             lambda: places_of_weights(self), others_raise=UserError
         )
         with _as_files_of_path():
@@ -165,7 +165,8 @@ class HuggingFaceModel(ForeignModel):
     counts_frozen = True
 
     def flops_per_token(self, seq_len: int) -> int:
-        """The operations of a trace without memory, see `flops`, and those of adapters, whose weights are all trained.
+        """Return the operations of a trace without memory, see `flops`, and those of adapters, whose weights are all
+        trained.
 
         For a model that cannot be traced so: six for each weight that a token is multiplied with, four for a frozen
         one, and 12 x heads x head_dim x length for each attention.
@@ -206,7 +207,8 @@ _BALANCE_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 def balance_loss(of: type[nn.Module]) -> Callable[..., Tensor] | None:
-    """The function that a class of transformers computes its balance loss with. None: the class adds no such loss.
+    """Return the function that a class of transformers computes its balance loss with. None: the class adds no such
+    loss.
 
     Raises:
         UserError: the function has other arguments than those of nearly all classes.
@@ -235,7 +237,7 @@ def _float32_names(model: Any) -> frozenset[str]:
 
 
 def _has_dropout(values: Mapping[str, Any]) -> bool:
-    """Whether a configuration asks for random numbers in training. Heads for other tasks do not count."""
+    """Return whether a configuration asks for random numbers in training. Heads for other tasks do not count."""
     words = ("drop", "jitter", "noise")
     return any(
         isinstance(value, int | float) and not isinstance(value, bool) and value > 0
@@ -248,7 +250,7 @@ def _has_dropout(values: Mapping[str, Any]) -> bool:
 
 
 def weights_path(shape: HuggingFaceShape) -> Path:
-    """The index of the safetensors, or the one file. They are fetched if the path is a name on the hub.
+    """Return the index of the safetensors, or the one file. They are fetched if the path is a name on the hub.
 
     Raises:
         UserError: there are no such files.
@@ -302,7 +304,7 @@ def _as_files_of_path() -> Iterator[None]:
 
 
 def _files_of(index: Path) -> list[str]:
-    """The files that an index names; none if it is damaged, which is said when it is opened."""
+    """Return the files that an index names; none if it is damaged, which is said when it is opened."""
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -310,7 +312,7 @@ def _files_of(index: Path) -> list[str]:
 
 
 def opened_files(shape: HuggingFaceShape) -> dict[str, FileTensor]:
-    """The headers of all files of weights.
+    """Return the headers of all files of weights.
 
     Raises:
         UserError: a file is missing or damaged.
@@ -323,7 +325,7 @@ def opened_files(shape: HuggingFaceShape) -> dict[str, FileTensor]:
 
 
 def fingerprints(shape: HuggingFaceShape) -> dict[str, str]:
-    """The digest of the files behind `model.path`, under their name in messages."""
+    """Return the digest of the files behind `model.path`, under their name in messages."""
     return {FILES_OF_PATH: _fingerprint(shape)}
 
 
@@ -358,25 +360,19 @@ def _names(model: nn.Module) -> list[str]:
 
 
 def key_map(shape: HuggingFaceShape) -> dict[str, TensorSource | None]:
-    """The keys under which transformers itself would save each tensor of the model of that shape."""
+    """Return the keys under which transformers itself would save each tensor of the model of that shape."""
     with torch.device("meta"):
-        model = HuggingFaceModel(shape)
-    from transformers.core_model_loading import revert_weight_conversion
-
-    inner = model.model
-    stored = {
-        key: FileTensor(key, Path(), 0, tensor.shape, tensor.dtype, lambda: torch.empty(0))
-        for key, tensor in revert_weight_conversion(inner, inner.state_dict()).items()
-    }
-    names = list(inner.state_dict())
-    keys = transformers_key_map(inner, names, stored) or {}
+        inner = HuggingFaceModel(shape).model
+    tensors = inner.state_dict()
     ties: Mapping[str, str] = inner.all_tied_weights_keys or {}
-    of_ties = {name: keys[target] for name, target in ties.items() if target in keys}
-    return {f"{PREFIX}{name}": keys.get(name, of_ties.get(name, name)) for name in names}
+    keys = (
+        stored_key_map(inner, {name: each.shape for name, each in tensors.items() if name not in ties}) or {}
+    )
+    return {f"{PREFIX}{name}": keys.get(ties.get(name, name), name) for name in tensors}
 
 
 def config_json(shape: HuggingFaceShape) -> dict[str, Any]:
-    """The content of config.json beside weights in float32."""
+    """Return the content of config.json beside weights in float32."""
     values = dict(shape.config)
     for key in ("auto_map", "torch_dtype", "_name_or_path"):
         values.pop(key, None)

@@ -68,24 +68,24 @@ def divide_samples(model: Decoder, split: Split) -> None:
 
 def check_hybrid(shape: HybridConfig, config: Config) -> None:
     """Refuse a hybrid whose layers the ranks that divide samples cannot divide."""
-    ranks, tensor = config.parallel.context, config.parallel.tensor
+    ranks, cutting = config.parallel.parts_of("samples"), config.parallel.parts_of("layers")
     kinds = shape.pattern + shape.mtp_pattern
     if ranks > 1 and "M" in kinds and shape.mamba_heads % ranks:
         raise UserError(
             f"model.mamba_heads: expected a multiple of parallel.context = {ranks}, whose ranks divide the heads, "
             f"found {shape.mamba_heads}"
         )
-    if ranks > 1 and tensor > 1 and ("M" in kinds or "E" in kinds or shape.mtp_pattern):
+    if ranks > 1 and cutting > 1 and ("M" in kinds or "E" in kinds or shape.mtp_pattern):
         raise UserError(
             f"parallel.tensor: expected 1 with parallel.context = {ranks} and Mamba-2 layers, experts or "
-            f"model.mtp_pattern, found {tensor}; only one of both divides these"
+            f"model.mtp_pattern, found {cutting}; only one of both divides these"
         )
 
 
 def _documents_in(
     split: Split, documents_BS: Tensor | None, tokens_BS: Tensor, edges: Tensor | None
 ) -> Documents | None:
-    """The documents of the whole samples."""
+    """Return the documents of the whole samples."""
     return documents_of(documents_BS, tokens_BS.repeat(1, split.ranks if split.divides else 1), edges)
 
 
@@ -149,7 +149,7 @@ def _mixed(
 
 
 def _parameters_of_heads(rank: int, part: _OwnHeads, module: Mamba2) -> dict[str, Tensor]:
-    """The parameters with which a rank mixes, as they are at this moment."""
+    """Return the parameters with which a rank mixes, as they are at this moment."""
     c, own = module.config, part.config
     groups = [(rank * own.mamba_groups + place) // part.copies for place in range(own.mamba_groups)]
     width = own.mamba_heads * c.mamba_head_dim

@@ -62,18 +62,18 @@ class Decoder(LanguageModel):
     parts = ("config", "tok_embeddings", "layers", "norm", "output")
 
     def blocks(self) -> list[nn.Module]:
-        """The parts that may be gathered and freed one at a time, in the order in which forward runs them."""
+        """Return the parts that may be gathered and freed one at a time, in the order in which forward runs them."""
         return list(self.layers)
 
     def head(self) -> list[nn.Module]:
-        """The parts that forward uses last, and the embedding where it shares their matrix."""
+        """Return the parts that forward uses last, and the embedding where it shares their matrix."""
         return [*([self.tok_embeddings] if self.tied else []), self.norm, self.output]
 
     def output_layer(self) -> nn.Module:
         return self.output
 
     def length_of(self, tokens_BS: Tensor) -> int:
-        """The tokens of a sample, S for [B, S]. Raises ValueError where that is more than `max_seq_len`."""
+        """Return the tokens of a sample, S for [B, S]. Raises ValueError where that is more than `max_seq_len`."""
         length = tokens_BS.shape[1]
         if length > self.config.max_seq_len:
             raise ValueError(
@@ -84,7 +84,7 @@ class Decoder(LanguageModel):
     def documents_in(
         self, documents_BS: Tensor | None, tokens_BS: Tensor, edges: Tensor | None
     ) -> Documents | None:
-        """The Documents of the arguments `documents` and `edges` of forward."""
+        """Return the Documents of the arguments `documents` and `edges` of forward."""
         return documents_of(documents_BS, tokens_BS, edges)
 
     @torch.no_grad()

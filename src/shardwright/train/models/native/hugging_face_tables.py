@@ -192,7 +192,7 @@ _ROPE_KEYS: dict[str, set[str]] = {
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotary table that all layers share."""
+    """Return the rotary table that all layers share."""
     with as_user_errors(ValueError, prefix="config.json: "):
         tables = rope_tables(config)
     first = next(iter(tables.values()), {})

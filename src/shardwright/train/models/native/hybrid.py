@@ -69,7 +69,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = SquaredReluMLP(config.dim, config.shared_dim) if config.shared_dim else None
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
-        """The output [B, S, D], and how uneven the routing of each sequence is, float32 [B]: see `imbalance`.
+        """Return the output [B, S, D], and how uneven the routing of each sequence is, float32 [B]: see `imbalance`.
 
         With `documents` it is the routing of each token's document, float32 [B, S].
         """
@@ -86,16 +86,17 @@ class MixtureOfExperts(nn.Module):
         return y_BSD, self.uneven(probability_BSE, expert_BSK, documents)
 
     def uneven(self, probability_BSE: Tensor, expert_BSK: Tensor, documents: Documents | None) -> Tensor:
-        """The imbalance of the routing, see `imbalance`."""
+        """Return the imbalance of the routing, see `imbalance`."""
         return imbalance(probability_BSE, expert_BSK, documents)
 
     def probabilities(self, x_BSD: Tensor) -> Tensor:
-        """The router's softmax in float32, also under autocast: near ties must not fall by rounding."""
+        """Return the router's softmax in float32, also under autocast: near ties must not fall by rounding."""
         with torch.autocast(x_BSD.device.type, enabled=False):
             return F.linear(x_BSD.float(), self.router.weight.float()).softmax(dim=-1)
 
     def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, fill: int = 0) -> Tensor:
-        """The weighted sum of the chosen experts: [T, D]. Each expert gets `fill` rows of zeros beside its tokens."""
+        """Return the weighted sum of the chosen experts: [T, D]. Each expert gets `fill` rows of zeros beside its
+        tokens."""
         count, dim = expert_TK.numel(), x_TD.shape[1]
         # One row for each choice, then a permutation: unlike a gather of tokens, its backward adds in a fixed order.
         rows, expert_R = x_TD.unsqueeze(1).expand(-1, self.top_k, -1).reshape(count, dim), expert_TK.flatten()
@@ -136,8 +137,9 @@ def through_experts(rows_RD: Tensor, expert_R: Tensor, up_EDF: Tensor, down_EFD:
 
 
 def _has_grouped_kernel(rows: Tensor) -> bool:
-    """Whether `grouped_mm` of these rows reads the ends of groups where they are. It does on the CPU, and on a GPU of
-    compute capability 8.0 or more in bfloat16. Plans have no values to read, nor does a block that is compiled."""
+    """Return whether `grouped_mm` of these rows reads the ends of groups where they are. It does on the CPU, and on a
+    GPU of compute capability 8.0 or more in bfloat16. Plans have no values to read, nor does a block that is
+    compiled."""
     if rows.device.type in ("cpu", "meta") or torch.compiler.is_compiling():
         return True
     supported = rows.device.type == "cuda" and capability_of(rows.device.index) >= (8, 0)
@@ -172,7 +174,8 @@ class Block(nn.Module):
         self.mixer = _mixer(config, kind)
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor | None]:
-        """The residual stream, and of experts how unevenly they were used: float32 [B], with `documents` [B, S]."""
+        """Return the residual stream, and of experts how unevenly they were used: float32 [B], with `documents` [B,
+        S]."""
         # A dense layer computes each token by itself.
         alone = documents is None or isinstance(self.mixer, SquaredReluMLP)
         y = self.mixer(self.norm(x_BSD)) if alone else self.mixer(self.norm(x_BSD), documents=documents)
@@ -217,20 +220,20 @@ class NextButOne(nn.Module):
     def aligned(
         x_BSD: Tensor, embedded_BSD: Tensor, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor, Documents | None]:
-        """The stream of every token that has a next one, the embedding of that, and the documents of both."""
+        """Return the stream of every token that has a next one, the embedding of that, and the documents of both."""
         if documents is not None:
             documents = documents.of_pairs().before(x_BSD.shape[1] - 1)
         return x_BSD[:, :-1], embedded_BSD[:, 1:], documents
 
     @staticmethod
     def predicting(length: int) -> int:
-        """The number of those of so many tokens that have a next one."""
+        """Return how many of `length` tokens have a next one."""
         return length - 1
 
     def forward(
         self, x_BSD: Tensor, next_BSD: Tensor, documents: Documents | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The normalised stream [B, S, D], and how unevenly each layer of experts was used."""
+        """Return the normalised stream [B, S, D], and how unevenly each layer of experts was used."""
         x_BSD = self.proj(torch.cat((self.stream_norm(x_BSD), self.token_norm(next_BSD)), dim=-1))
         x_BSD, uneven = _through(self.layers, x_BSD, documents)
         return self.norm(x_BSD), uneven
@@ -247,7 +250,7 @@ class NextButOne(nn.Module):
 def _through(
     blocks: nn.ModuleList, x_BSD: Tensor, documents: Documents | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """The stream after all blocks, and how unevenly each layer of experts was used."""
+    """Return the stream after all blocks, and how unevenly each layer of experts was used."""
     uneven = []
     for block in blocks:
         x_BSD, imbalance_B = block(x_BSD) if documents is None else block(x_BSD, documents)
@@ -268,7 +271,8 @@ class Extras(NamedTuple):
 
 
 def _of_all_tokens(imbalance_BS: Tensor, documents: Documents, length: int) -> Tensor:
-    """The imbalance of all tokens, from a layer without the last token, which gets the imbalance of its document."""
+    """Return the imbalance of all tokens, from a layer without the last token, which gets the imbalance of its
+    document."""
     if (
         imbalance_BS.shape[1] == length
     ):  # ranks divide samples, and the layer has a filler behind the last token
@@ -293,7 +297,7 @@ def _sums_of_documents(extras: Extras, documents: Documents, targets_BS: Tensor)
 
 
 def scaled_loss(logits_BSV: Tensor, targets_BS: Tensor, scale_BS: Tensor) -> Tensor:
-    """The sum of the cross-entropies of all tokens, each times its factor."""
+    """Return the sum of the cross-entropies of all tokens, each times its factor."""
     if isinstance(logits_BSV, DeferredLogits):
         return logits_BSV.losses(targets_BS, scale_BS, IGNORED)[0]
     return (losses_of_tokens(logits_BSV, targets_BS, ignore_index=IGNORED) * scale_BS.flatten()).sum()

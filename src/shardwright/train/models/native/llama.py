@@ -46,11 +46,12 @@ def rope_frequencies(config: LlamaConfig) -> Tensor:
 
 
 class Rope:
-    """The float32 cosines and sines of every token's position, handed to every block: [S, K], or [B, S, K] where each
-    sample has positions of its own.
+    """The rotary angles of all tokens of a batch, as cosines and sines in float32, which every block gets.
 
-    A plain class on purpose, neither a tuple nor a dataclass: engines that cast the inputs of a block to its
-    compute dtype look into those, and tables in bfloat16 would put far tokens at wrong angles.
+    Their shape is [S, K], or [B, S, K] if each sample has positions of its own.
+
+    This is a plain class, because engines cast tensors in tuples and dataclasses among the inputs of a block to the
+    compute dtype. In bfloat16 the angles of far tokens would be wrong.
     """
 
     def __init__(self, cos_SK: Tensor, sin_SK: Tensor) -> None:
@@ -92,7 +93,7 @@ class Attention(nn.Module):
         return self.wo(self.attend(q_BSHK, k_BSHK, v_BSHK, documents).flatten(2))
 
     def attend(self, q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, documents: Documents | None) -> Tensor:
-        """The means of the values that each token sees, by its scores: [B, S, H, K]."""
+        """Return the means of the values that each token sees, by its scores: [B, S, H, K]."""
         if documents is not None:
             return attend(q_BSHK, k_BSHK, v_BSHK, documents)
         out_BHSK = F.scaled_dot_product_attention(
@@ -162,10 +163,11 @@ class Llama(Decoder):
         positions: Tensor | None = None,
         edges: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, None]:
-        """Logits [B, S, V] in the compute dtype for token numbers [B, S] (int64), S at most `max_seq_len`.
+        """Return logits [B, S, V] in the compute dtype for token numbers [B, S] (int64), S at most `max_seq_len`.
 
-        With `documents` [B, S] (int) each document is computed as if it were alone. `positions` [B, S] (int64) are by
-        default those of each token in its document. There are no `extras`: None is returned beside the logits.
+        With `documents` [B, S] (int), a number for each token's document, no token sees another document.
+        `positions` [B, S] (int64) are counted from the begin of the token's document unless they are given. `extras`
+        asks for values beside the logits, and a Llama has none: with it the result is the logits and None.
         """
         length = self.length_of(tokens_BS)
         packed = self.documents_in(documents, tokens_BS, edges)

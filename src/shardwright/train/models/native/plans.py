@@ -29,17 +29,17 @@ SEQUENCE = Shard(1)
 
 
 def expert_layers(config: HybridConfig) -> list[str]:
-    """The names of the modules that have experts."""
+    """Return the names of the modules that have experts."""
     return [name for name, kind in _mixers(config).items() if kind == "E"]
 
 
 def llama_layers(config: LlamaConfig) -> Layers:
-    """The layers, which are all alike."""
+    """Return the layers, which are all alike."""
     return Layers("*" * config.n_layers, lambda kept: {"n_layers": len(kept)})
 
 
 def hybrid_layers(config: HybridConfig) -> Layers:
-    """The layers, by the letters of the pattern. Those of the head that predicts further are not among them."""
+    """Return the layers, by the letters of the pattern. Those of the head that predicts further are not among them."""
     return Layers(config.pattern, lambda kept: {"pattern": "".join(config.pattern[i] for i in kept)})
 
 
@@ -48,7 +48,7 @@ def llama_uneven(config: LlamaConfig, seq_len: int, ranks: int) -> list[tuple[st
 
 
 def _uneven_layers(config: Shape, kinds: str, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
-    """Sizes of attention ("*") and dense layers ("-") that the ranks do not divide: key, size and divisor."""
+    """Return sizes of attention ("*") and dense layers ("-") that the ranks do not divide: key, size and divisor."""
     sizes = {"train.seq_len": seq_len}
     if "*" in kinds:
         sizes |= {"model.n_heads": config.n_heads, "model.n_kv_heads": config.n_kv_heads}
@@ -109,7 +109,7 @@ def hybrid_plan(config: HybridConfig, experts: DeviceMesh | None = None) -> Plan
 
 
 def _ends() -> Plan:
-    """The plan of the layers before and after the blocks, which every decoder has."""
+    """Return the plan of the layers before and after the blocks, which every decoder has."""
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
         "norm": SequenceParallel(),
@@ -118,7 +118,7 @@ def _ends() -> Plan:
 
 
 def _mixers(config: HybridConfig) -> dict[str, str]:
-    """The kind of every layer, by the name of what does its work."""
+    """Return the kind of every layer, by the name of what does its work."""
     return {
         f"{layers}.{number}.mixer": kind
         for layers, pattern in (("layers", config.pattern), ("mtp.layers", config.mtp_pattern))

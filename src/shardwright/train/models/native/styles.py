@@ -36,7 +36,8 @@ Take = Callable[[Tensor], Tensor]
 
 
 def rows_of(sections: Sections, rank: int, ranks: int) -> list[int]:
-    """The rows that a rank computes with, ascending: of every section its part, or a whole group that ranks share."""
+    """Return the rows that a rank computes with, ascending: of every section its part, or a whole group that ranks
+    share."""
     rows: list[int] = []
     first = 0
     for size, pieces in sections:
@@ -148,7 +149,8 @@ class Mamba2Part(Mamba2):
 
 
 def mixture_part(config: HybridConfig, experts: DeviceMesh | None, mesh: DeviceMesh) -> MixtureOfExperts:
-    """A mixture whose experts, which may lie on the ranks of `experts`, have the hidden units of one rank of `mesh`."""
+    """Return a mixture whose experts, which may lie on the ranks of `experts`, have the hidden units of one rank of
+    `mesh`."""
     ranks = mesh.size()
     own = replace(config, expert_dim=config.expert_dim // ranks, shared_dim=config.shared_dim // ranks)
     with torch.device("meta"):
@@ -165,7 +167,8 @@ def mixture_part(config: HybridConfig, experts: DeviceMesh | None, mesh: DeviceM
 def _run_part(
     part: nn.Module, module: nn.Module, takes: Mapping[str, Take], *inputs: Tensor, **keywords: Any
 ) -> Any:
-    """The part of a module, with what this rank takes of its parameters, which may be gathered at this moment only."""
+    """Return the part of a module, with what this rank takes of its parameters, which may be gathered at this moment
+    only."""
     parameters = {name: takes.get(name, _local)(parameter) for name, parameter in module.named_parameters()}
     return functional_call(part, parameters, inputs, keywords, tie_weights=False)
 
@@ -203,7 +206,8 @@ def _chosen_elsewhere(
 def _exchanged_counts(
     expert_R: Tensor, ranks: int, experts: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """The rows that go from here to each expert, and come from each rank to each one here: [ranks, experts of one]."""
+    """Return the rows that go from here to each expert, and come from each rank to each one here: [ranks, experts of
+    one]."""
     # `torch.bincount` would make the host wait, and rows are sorted by their experts.
     numbers = torch.arange(ranks * experts, device=expert_R.device)
     leaving = torch.searchsorted(expert_R, numbers, right=True).diff(prepend=numbers[:1]).view(ranks, experts)
@@ -250,7 +254,7 @@ def _aligned(
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """This rank's part. Each rank computes a part of the gradient of replicated parameters."""
+    """Return this rank's part. Each rank computes a part of the gradient of replicated parameters."""
     if not isinstance(parameter, DTensor):
         return parameter
     gradients = [Partial() if isinstance(p, Replicate) else p for p in parameter.placements]
@@ -284,7 +288,7 @@ def _take_rows(sections: Sections, parameter: nn.Parameter, mesh: DeviceMesh) ->
 
 
 def summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over the ranks, of which all make the same."""
+    """Return the sum over the ranks, of which all make the same."""
     return DTensor.from_local(x, mesh, [Partial()], run_check=False).full_tensor()
 
 

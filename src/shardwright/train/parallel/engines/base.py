@@ -41,14 +41,14 @@ class Engine(ABC):
 
     @abstractmethod
     def spread(self, model: LanguageModel, ranks: Ranks) -> nn.Module:
-        """The model, ready to train on these ranks. May return the same object."""
+        """Return the model, ready to train on these ranks. May return the same object."""
 
     def give_values(self, model: nn.Module, device: torch.device, reads: bool) -> None:
         """Give a model that was built without memory its values: stored ones if it `reads`, else drawn ones."""
         return
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
-        """The module of the model's own class in what `spread` returned."""
+        """Return the module of the model's own class in what `spread` returned."""
         return model
 
     def compute_precision(self, device: torch.device) -> AbstractContextManager[object]:
@@ -85,14 +85,14 @@ class Engine(ABC):
         return self.clip_gradients(model, limit), None
 
     def unit_norms(self, model: nn.Module) -> dict[str, float]:
-        """The norms of gradients as they are now, over all ranks, by unit. The host waits for them. Empty: the engine
-        reports no unit."""
+        """Return the norms of gradients as they are now, over all ranks, by unit. The host waits for them. Empty: the
+        engine reports no unit."""
         return {}
 
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, own: NamedOptimizer, config: OptimizerConfig
     ) -> torch.optim.Optimizer:
-        """The optimizer of parameters that `spread` has spread. `own`: its entry in the registry.
+        """Return the optimizer of parameters that `spread` has spread. `own`: its entry in the registry.
 
         Raises:
             UserError: it cannot step on them.

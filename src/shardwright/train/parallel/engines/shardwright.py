@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright.engine.compat import MissingCompilerError
-from shardwright.optim import ParameterNorms, clip_finite_grad_norm_, clip_finite_with_units
+from shardwright.optim import ParameterNorms, clip_finite_grad_norm_
+from shardwright.train.config.axes import axes_that_divide
 from shardwright.train.config.catalog.optimizers import NamedOptimizer
-from shardwright.train.config.dims import EXPERT
 from shardwright.train.config.sections.optimizer import OptimizerConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.language_model import LanguageModel
@@ -38,8 +38,9 @@ class ShardwrightEngine(UnitEngine):
             "check_module_states": True,
         }
         if (same := ranks.same_experts) is not None:
+            spread = {axis.name for axis in axes_that_divide("experts")}
             options["shard_placement_fn"] = lambda p: (
-                sw.ShardPlacementResult(None, same) if EXPERT in _axes_of(p) else None
+                None if spread.isdisjoint(_axes_of(p)) else sw.ShardPlacementResult(None, same)
             )
         if config.offload != "none":
             with_weights = config.offload == "cpu"
@@ -89,14 +90,14 @@ class ShardwrightEngine(UnitEngine):
             ) from error
 
     def clip_gradients(self, model: nn.Module, limit: float) -> Tensor:
-        return clip_finite_grad_norm_(model.parameters(), limit)
+        return clip_finite_grad_norm_(model.parameters(), limit)[0]
 
     def clip_with_units(self, model: nn.Module, limit: float) -> tuple[Tensor, ParameterNorms | None]:
-        return clip_finite_with_units(model.parameters(), limit)
+        return clip_finite_grad_norm_(model.parameters(), limit, by_unit=True)
 
     def unit_norms(self, model: nn.Module) -> dict[str, float]:
-        _, norms = clip_finite_with_units(model.parameters(), float("inf"))
-        return norms.by_unit(norms.norms.tolist())
+        _, norms = clip_finite_grad_norm_(model.parameters(), float("inf"), by_unit=True)
+        return {} if norms is None else norms.by_unit(norms.norms.tolist())
 
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, own: NamedOptimizer, config: OptimizerConfig
@@ -112,5 +113,5 @@ class ShardwrightEngine(UnitEngine):
 
 
 def _axes_of(parameter: Tensor) -> tuple[str, ...]:
-    """The names of the dimensions of the mesh that a parameter is on; none for a plain parameter."""
+    """Return the names of the dimensions of the mesh that a parameter is on; none for a plain parameter."""
     return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()

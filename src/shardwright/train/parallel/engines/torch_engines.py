@@ -73,7 +73,7 @@ class FSDP1Engine(Engine):
         return nullcontext() if synchronise else cast(FSDP1, model).no_sync()
 
     def clip_gradients(self, model: nn.Module, limit: float) -> Tensor:
-        """The gradients are also scaled by a norm that is not finite."""
+        """Return the gradients are also scaled by a norm that is not finite."""
         return cast(FSDP1, model).clip_grad_norm_(limit)
 
 

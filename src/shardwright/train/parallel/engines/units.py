@@ -76,7 +76,8 @@ class UnitEngine(Engine):
 
 
 def lookups_of(model: LanguageModel) -> list[nn.Embedding]:
-    """The embeddings outside of the blocks and the head. Their gradients need the numbers of tokens, and no weights."""
+    """Return the embeddings outside of the blocks and the head. Their gradients need the numbers of tokens, and no
+    weights."""
     others = {p for part in (*model.blocks(), *model.head()) for p in part.parameters()}
     found = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight not in others]
     return [m for m in found if m.max_norm is None and not m.sparse]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import resources
 from typing import Any
@@ -50,7 +50,7 @@ script-src '{script_hash}'; base-uri 'none'; form-action 'none'">
 
 
 def document(title: str, data: Mapping[str, Any]) -> str:
-    """The text of an HTML file.
+    """Return the text of an HTML file.
 
     Args:
         title: of the browser's tab.
@@ -78,12 +78,12 @@ def document(title: str, data: Mapping[str, Any]) -> str:
 
 
 def size_of(text: str) -> int:
-    """The bytes of a file with this text, which must be fewer than `LIMIT`."""
+    """Return the bytes of a file with this text, which must be fewer than `LIMIT`."""
     return len(text.encode())
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    """The data as JSON that no HTML parser takes for a tag, a comment or an entity."""
+    """Return the data as JSON that no HTML parser takes for a tag, a comment or an entity."""
     text = strict_json(data, compact=True)
     for character, escape in _ESCAPES.items():
         text = text.replace(character, escape)
@@ -99,3 +99,27 @@ def _asset(name: str) -> str:
 def _hash(text: str) -> str:
     """Its hash for the policy, which lets the browser run this script, or use this style, and no other."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+Point = tuple[int, float]
+
+
+def thinned(points: Sequence[Point], most: int) -> list[list[float]]:
+    """Return at most `most` points of a curve, with six digits; the first and the last one are among them.
+
+    Each part of the curve keeps its least and its largest value, so no spike is lost.
+    """
+    kept = list(points)
+    if len(kept) > most:
+        inner, parts = kept[1:-1], max(1, (most - 2) // 2)
+        kept = kept[:1]
+        for number in range(parts):
+            part = inner[number * len(inner) // parts : (number + 1) * len(inner) // parts]
+            ends = {min(part, key=_value), max(part, key=_value)}
+            kept += sorted(ends)
+        kept.append(points[-1])
+    return [[step, float(f"{value:.6g}")] for step, value in kept]
+
+
+def _value(point: Point) -> float:
+    return point[1]

@@ -21,7 +21,7 @@ LARGEST = 1 << 53  #: of a number that the script of a page reads without loss
 
 
 def notes_picture(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The picture of notes.
+    """Return the picture of notes.
 
     Raises:
         ValueError: they are damaged.
@@ -95,8 +95,8 @@ def _leases(notes: Sequence[tuple[int, str, str, str, int]]) -> dict[str, Any]:
 def _side_streams(
     notes: Sequence[tuple[int, str, str, str, int]], length: int
 ) -> dict[str, list[tuple[int, int, str, str]]]:
-    """The work of each of the engine's streams, from its fork to its mark by the device's time. Without such times,
-    from the host's fork to its wait for the mark."""
+    """Return the work of each of the engine's streams, from its fork to its mark by the device's time. Without such
+    times, from the host's fork to its wait for the mark."""
     begun: dict[str, tuple[int, str]] = {}
     queued: dict[str, list[tuple[int, str]]] = {}  # work whose end only a wait of the host shows
     spans: dict[str, list[tuple[int, int, str, str]]] = {}
@@ -129,7 +129,7 @@ def _side_streams(
 
 
 def _spans(notes: Sequence[tuple[int, str, str, str, int]], length: int) -> dict[str, Any]:
-    """The phases of the host, and its collectives: their begins, and the waits for them."""
+    """Return the phases of the host, and its collectives: their begins, and the waits for them."""
     spans: dict[str, list[tuple[int, int, str, str]]] = {"phase": [], "begins": [], "waits": []}
     phases: list[list[Any]] = []
     phase: tuple[int, str] | None = None

@@ -23,7 +23,7 @@ def plan_page(
     grid: Mapping[str, Any] | None = None,
     failed: Mapping[str, str] | None = None,
 ) -> str:
-    """The text of an HTML file.
+    """Return the text of an HTML file.
 
     Args:
         title: of the job.
@@ -53,5 +53,5 @@ def plan_page(
 
 
 def losses_of(speed: Speed) -> list[dict[str, object]]:
-    """The parts of a step's time, each with its text and the setting that changes it."""
+    """Return the parts of a step's time, each with its text and the setting that changes it."""
     return [loss._asdict() for loss in speed.losses()]

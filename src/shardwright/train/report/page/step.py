@@ -50,7 +50,7 @@ class Table:
 
 
 def step_picture(program: Program, figures: Figures | None, ranks: int, most: int = MOST) -> dict[str, Any]:
-    """The last step of a program.
+    """Return the last step of a program.
 
     Args:
         program: of one rank.
@@ -93,7 +93,7 @@ def _recorded(
 
 
 def _phases(recording: Recording) -> Iterator[tuple[str, float]]:
-    """Names of phases and their begins. A program calls all that follows backward forward, also clipping."""
+    """Yield the names of phases and their begins. A program calls all that follows backward forward, also clipping."""
     phases = [(event.name, at) for event, at in recording.moments if isinstance(event, Phase)]
     following = [name for name, _ in phases[1:]] + [""]
     for (name, at), after in zip(phases, following, strict=True):
@@ -103,7 +103,7 @@ def _phases(recording: Recording) -> Iterator[tuple[str, float]]:
 def _memory(
     program: Program, before: Iterable[Alloc], recording: Recording, unit: float, most: int
 ) -> dict[str, Any]:
-    """The blocks. Each moment is an allocation, or the last of some frees.
+    """Return the blocks. Each moment is an allocation, or the last of some frees.
 
     Keys: ``kinds`` has group, unit, operation and line, as numbers of ``groups`` and ``texts``, and bytes. ``held``:
     kind of a block that the step finds, and the moment at which it is gone, -1 for none. ``taken``: for each moment the
@@ -173,15 +173,16 @@ def _memory(
 
 
 def differences(values: Sequence[int]) -> list[int]:
-    """The first value, and then what each one is more than the one before."""
+    """Return the first value, and then what each one is more than the one before."""
     return [later - earlier for earlier, later in itertools.pairwise([0, *values])]
 
 
 def _streams(
     kernels: Sequence[tuple[Kernel, Work]], spans: Sequence[Interval], unit: float, most: int
 ) -> dict[str, Any]:
-    """The kernels of each stream. ``kernels``: a name and the kind of work. Of each stream for every span the kernel,
-    the units since the span before, and those that it takes. A negative kernel -1 - k is several, the longest k."""
+    """Return the kernels of each stream. ``kernels``: a name and the kind of work. Of each stream for every span the
+    kernel, the units since the span before, and those that it takes. A negative kernel -1 - k is several, the longest
+    k."""
     by_stream: dict[str, list[Interval]] = {COMPUTE: []}
     for span in spans:
         by_stream.setdefault(span.stream, []).append(span)
@@ -236,7 +237,7 @@ def _in_words(kernel: Kernel) -> str:
 
 
 def tensors_of(peak: Peak) -> list[Mapping[str, Any]]:
-    """The owners of a peak, the largest first. The last row is all others together, if there are more."""
+    """Return the owners of a peak, the largest first. The last row is all others together, if there are more."""
     owners = sorted(peak.by_owner.items(), key=lambda each: -each[1])
     rows: list[Mapping[str, Any]] = [
         {

@@ -111,8 +111,8 @@ class ServiceSink:
 
 
 def stored_run(folder: Path, name: str) -> KnownRun | None:
-    """The run of a folder in the service of that sink; None if nothing was sent there. Raises UserError for a damaged
-    file."""
+    """Return the run of a folder in the service of that sink; None if nothing was sent there. Raises UserError for a
+    damaged file."""
     file = folder / f"{name}.json"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -154,7 +154,7 @@ def _has_path(value: object) -> bool:
 
 
 def numbers_in(results: Mapping[str, Any]) -> dict[str, float]:
-    """The results of a run that are numbers, by the names that a service shows."""
+    """Return the results of a run that are numbers, by the names that a service shows."""
     return {
         f"result/{name}": value
         for name, value in results.items()

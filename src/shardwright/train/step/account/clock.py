@@ -59,7 +59,7 @@ class StepClock:
         """The device has done all work that was queued before the wait."""
 
     def end(self) -> tuple[float, dict[Part, float]]:
-        """The step has ended: its seconds, and those of each part."""
+        """End the step; return its seconds, and those of each part."""
         self.to("host")
         return self._at - self._started, self._seconds.copy()  # collectives between steps change the original
 
@@ -88,7 +88,9 @@ class StepClock:
 class Event(Protocol):
     """An event of a device's stream that keeps its time."""
 
-    def record(self) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
 
     def elapsed_time(self, later: Any) -> float:
         """Milliseconds until a later event. Both are over."""
@@ -179,7 +181,7 @@ class DeviceClock(StepClock):
 
 
 def clock_for(device: torch.device, cuda_graph: bool = False, reads_each: bool = True) -> StepClock:
-    """The clock of steps on this device.
+    """Return the clock of steps on this device.
 
     Args:
         device: the device.

@@ -13,10 +13,10 @@ import torch.distributed as dist
 import shardwright as sw
 from shardwright.engine import heartbeat, in_units
 from shardwright.engine.comm import noted
-from shardwright.train.config import Config
+from shardwright.train.config import DataConfig
 from shardwright.train.config.catalog.figures import gib
 from shardwright.train.config.catalog.records import SET_PREFIX, RunEnd
-from shardwright.train.errors import printable
+from shardwright.train.errors import counted, printable
 from shardwright.train.launch.forecast import note_reserved
 from shardwright.train.launch.resume import resume_command
 from shardwright.train.parallel.activations import Recompiles
@@ -31,7 +31,6 @@ from shardwright.train.run.writing import write_text, writing
 from shardwright.train.step.account.memory_report import MemoryReporter
 from shardwright.train.step.evaluation import Sample, sample_text
 from shardwright.train.step.loop import LoopEnd
-from shardwright.train.step.numerics.summary import counts_of_incidents, incidents_in_words
 from shardwright.train.step.saving.best import BestCheckpoint
 from shardwright.train.step.trainer import Trainer
 
@@ -53,7 +52,7 @@ class Reports(NamedTuple):
 
 
 def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopEnd) -> Outcome:
-    """The end of a session, after its last step. The order:
+    """Return the end of a session, after its last step. The order:
 
     1. All ranks: the memory of the rank with most, and a sample of text. After a signal there is no time for a sample.
     2. The first rank: the results, the picture, the end of hooks and sinks, the summary.
@@ -71,7 +70,7 @@ def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopE
     records = read_records(folder.metrics_file)
     results = {**plots.results(records, record.content["sessions"]), **memory}
     results |= session_results(trainer, folder, reports, ended.early)
-    draw_losses(folder, trainer.config, records)
+    draw_losses(trainer, folder, records)
     run_end = RunEnd(ended.status, step, results, folder.picture.absolute())
     trainer.hooks.end(run_end)
     reports.reporter.close(run_end)
@@ -87,7 +86,7 @@ def conclude(trainer: Trainer, folder: RunFolder, reports: Reports, ended: LoopE
 
 
 def largest_memory(trainer: Trainer, peak: int) -> dict[str, int]:
-    """Bytes for run.json, each of the rank with most. `peak`: of this rank. Called by all ranks together."""
+    """Return the bytes for run.json, each of the rank with most. `peak`: of this rank. Called by all ranks together."""
     memory = torch.tensor([peak, *engine_memory(trainer)], device=trainer.world.device)
     with noted("all-reduce of memory", None):
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
@@ -96,8 +95,8 @@ def largest_memory(trainer: Trainer, peak: int) -> dict[str, int]:
 
 
 def engine_memory(trainer: Trainer) -> tuple[int, int]:
-    """Bytes of this rank: parameters, optimizer state and buffers between steps, and the most that the engine leased
-    during a step. -1 with other engines, and before a whole step."""
+    """Return bytes of this rank: parameters, optimizer state and buffers between steps, and the most that the engine
+    leased during a step. -1 with other engines, and before a whole step."""
     if not trainer.config.parallel.facts.reports_memory:
         return -1, -1
     memory = sw.memory_report(trainer.model, trainer.optimizer)
@@ -113,7 +112,9 @@ def session_results(trainer: Trainer, folder: RunFolder, reports: Reports, early
         results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
     results |= counts_of_incidents(trainer)
     if reports.best is not None:
-        results |= best_result(reports.best, checkpoints_of(folder, trainer.config), reports.reporter)
+        results |= best_result(
+            reports.best, checkpoints_of(folder, trainer.config.checkpoint), reports.reporter
+        )
     if early:
         results |= {"ended_early": early}
     if reports.reporter.failed_saves:
@@ -122,8 +123,8 @@ def session_results(trainer: Trainer, folder: RunFolder, reports: Reports, early
 
 
 def best_result(best: BestCheckpoint, checkpoints: FolderOrUrl, reporter: Reporter) -> dict[str, Any]:
-    """The best checkpoint for run.json. Empty if no checkpoint has a finite value, or if their store does not answer:
-    the run is done and saved all the same."""
+    """Return the best checkpoint for run.json. Empty if no checkpoint has a finite value, or if their store does not
+    answer: the run is done and saved all the same."""
     try:
         best_step = best.among(saved_steps(checkpoints))
     except OSError as error:
@@ -132,14 +133,18 @@ def best_result(best: BestCheckpoint, checkpoints: FolderOrUrl, reporter: Report
     return {} if best_step is None else {"best": {"step": best_step.step, best.figure: best_step.value}}
 
 
-def draw_losses(folder: RunFolder, config: Config, records: plots.Records) -> None:
+def draw_losses(trainer: Trainer, folder: RunFolder, records: plots.Records) -> None:
+    """Draw the losses of a run into its folder."""
+    config = trainer.config
     with writing(folder.picture):
-        figure = plots.loss_figure(records, config.run.name, vocabulary(config), config.train.loss)
+        figure = plots.loss_figure(
+            records, config.run.name, config.model.shape().vocab_size, config.train.loss
+        )
         figure.savefig(folder.picture, dpi=plots.DPI)
 
 
 def stop_text(trainer: Trainer, folder: RunFolder, reporter: Reporter, number: int) -> str:
-    """Lines after a stop by a signal."""
+    """Return lines after a stop by a signal."""
     lines = [
         *reporter.stopped,
         *reporter.failed_saves,
@@ -151,7 +156,7 @@ def stop_text(trainer: Trainer, folder: RunFolder, reporter: Reporter, number: i
 
 
 def warnings_of(reports: Reports, results: Mapping[str, Any]) -> list[str]:
-    """The warnings of the summary, in their order."""
+    """Return the warnings of the summary, in their order."""
     reporter, best = reports.reporter, reports.best
     return [
         *reporter.stopped,
@@ -170,7 +175,7 @@ def summary(
     warnings: Sequence[str],
     sessions: int,
 ) -> str:
-    """The lines after the last step of a run of so many sessions, for the terminal and the summary's file."""
+    """Return the lines after the last step of a run of `sessions` sessions, for the terminal and the summary's file."""
     sample_lines = []
     if sampled is not None:
         texts = (sampled.prompt, sampled.expected or "", sampled.generated)
@@ -199,7 +204,7 @@ def summary(
     on_gpu = trainer.world.device.type == "cuda"
     memory_of = "held by torch's allocator" if on_gpu else "of the process"
     plan = note_reserved(folder, results["peak_memory"]) if on_gpu else []
-    alike = vocabulary(trainer.config)
+    alike = trainer.config.model.shape().vocab_size
     of_speed, of_peak = ("", "") if sessions == 1 else (" over the sessions like this one", ", this session")
     lines = [
         "",
@@ -210,9 +215,9 @@ def summary(
             if trainer.losses.is_cross_entropy
             else ""
         ),
-        *validation_lines(validation, results["train_loss"], trainer.config),
+        *validation_lines(validation, results["train_loss"], trainer.config.data),
         *([f"  perplexity      {results['perplexity']:,.2f}"] if "perplexity" in results else []),
-        *best_lines(results, checkpoints_of(folder, trainer.config)),
+        *best_lines(results, checkpoints_of(folder, trainer.config.checkpoint)),
         *(
             f"  {name:<14}  {value:.4f}{_perplexity(name, value) if 'perplexity' in results else ''}"
             for name, value in results.get("metrics", {}).items()
@@ -225,7 +230,7 @@ def summary(
         *plan,
         *engine,
         *compiled,
-        f"  checkpoint      {step_folder(checkpoints_of(folder, trainer.config), trainer.position.step)}",
+        f"  checkpoint      {step_folder(checkpoints_of(folder, trainer.config.checkpoint), trainer.position.step)}",
         f"  loss curve      {folder.picture}",
         *(f"  warning         {warning}" for warning in warnings),
         *sample_lines,
@@ -237,7 +242,7 @@ def summary(
 
 
 def _perplexity(name: str, loss: float) -> str:
-    """The perplexity of a loss on a set for validation, in words; empty for other metrics."""
+    """Return the perplexity of a loss on a set for validation, in words; empty for other metrics."""
     return f" (perplexity {math.exp(loss):,.2f})" if name.startswith(SET_PREFIX) and loss < 700 else ""
 
 
@@ -248,18 +253,18 @@ def in_shares(shares: Mapping[str, float]) -> str:
 
 
 def best_lines(results: Mapping[str, Any], checkpoints: FolderOrUrl) -> list[str]:
-    """The summary's line about the best checkpoint."""
+    """Return the summary's line about the best checkpoint."""
     if "best" not in results:
         return []
     step, (name, value) = results["best"]["step"], list(results["best"].items())[-1]
     return [f"  best            {step_folder(checkpoints, step)} ({name} {value:.4f})"]
 
 
-def validation_lines(validation: float | None, training: float, config: Config) -> list[str]:
-    """The summary's lines about the last validation. They explain a loss below the training loss."""
+def validation_lines(validation: float | None, training: float, data: DataConfig) -> list[str]:
+    """Return the summary's lines about the last validation. They explain a loss below the training loss."""
     if validation is None:
         return ["  validation      none"]
-    lines = [f"  validation      {validation:.4f} on {validation_text(config)}"]
+    lines = [f"  validation      {validation:.4f} on {validation_text(data)}"]
     if validation < training:
         lines += [
             "                  lower than the training loss: this text may be easier, and validation",
@@ -268,11 +273,27 @@ def validation_lines(validation: float | None, training: float, config: Config) 
     return lines
 
 
-def validation_text(config: Config) -> str:
-    if config.data.validating:
+def validation_text(data: DataConfig) -> str:
+    if data.validating:
         return "the validation source"
-    return f"the text's last {100 * config.data.validation_fraction:.3g}%, which no step trains on"
+    return f"the text's last {100 * data.validation_fraction:.3g}%, which no step trains on"
 
 
-def vocabulary(config: Config) -> int:
-    return config.model.shape().vocab_size
+def counts_of_incidents(trainer: Trainer) -> dict[str, int]:
+    """Return the counts of skipped steps, rewinds and samples left out, for run.json. Empty if no sample was."""
+    past = trainer.position.past
+    if not past.left_out:
+        return {}
+    counts = {"skipped_steps": past.skips, "rewinds": past.rewinds, "samples_left_out": past.samples_left_out}
+    return {**counts, "untrained_batches": past.untrained} if past.untrained else counts
+
+
+def incidents_in_words(results: Mapping[str, Any]) -> list[str]:
+    """Return the summary's line about samples that were left out, if there are any."""
+    if "samples_left_out" not in results:
+        return []
+    samples, skips, rewinds = (results[key] for key in ("samples_left_out", "skipped_steps", "rewinds"))
+    causes = [f"{counted(skips, 'step')} skipped", counted(rewinds, "rewind")] if skips or rewinds else []
+    if untrained := results.get("untrained_batches", 0):
+        causes.append(f"{counted(untrained, 'global batch', 'global batches')} without a trained token")
+    return [f"{counted(samples, 'sample')} left out: {', '.join(causes)}; metrics.jsonl has the reasons"]

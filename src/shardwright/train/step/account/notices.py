@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardwright.train.config import Config
+from shardwright.train.config import DataConfig, ModelConfig
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.kinds import base_of
 from shardwright.train.config.catalog.losses import AUTO
 from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.config.shapes.foreign import HuggingFaceShape
+from shardwright.train.config.values import BuildSettings
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.samples.validation import cuts_document
 from shardwright.train.data.statement import escaped
 from shardwright.train.data.tokens import byte_tokenizer
 from shardwright.train.data.tokens.tokenizers import Bytes, FromFile, Tokenizer
 from shardwright.train.errors import UserError
-from shardwright.train.finetune.finetuning import source_of
 from shardwright.train.finetune.peft_files import base_in
 from shardwright.train.models.generation_settings import ends_of_export, tokenizer_beside
 from shardwright.train.report.reporter import Reporter
@@ -40,12 +40,13 @@ LOW = 0.1
 """A mean loss below this part of ln(V) is implausible in a first step: trained models of text have about 0.2 of it."""
 
 
-def before_steps(config: Config, dataset: Dataset, resumes: bool) -> Iterator[str]:
-    """The notices of a run before its first step. The process of the first rank calls it."""
-    notices = [_other_tokenizer(config, dataset.tokenizer), _unknown_end_of_turns(config, dataset)]
-    notices.append(_cut_conversation(config, dataset))
+def before_steps(settings: BuildSettings, data: DataConfig, dataset: Dataset, resumes: bool) -> Iterator[str]:
+    """Yield the notices of a run before its first step. The process of the first rank calls it."""
+    notices = [_other_tokenizer(settings.model, data, dataset.tokenizer)]
+    notices.append(_unknown_end_of_turns(settings.model, data, dataset))
+    notices.append(_cut_conversation(data, dataset))
     if not resumes:
-        notices.append(_other_base(config))
+        notices.append(_other_base(settings))
     yield from filter(None, notices)
 
 
@@ -53,7 +54,7 @@ def before_steps(config: Config, dataset: Dataset, resumes: bool) -> Iterator[st
 
 
 def of_first_loss(trainer: Trainer, loss: float) -> str | None:
-    """The notice about the loss of step 1. None if there is nothing to explain."""
+    """Return the notice about the loss of step 1. None if there is nothing to explain."""
     train = trainer.config.train
     if train.loss not in (AUTO, "cross_entropy"):
         return None  # another loss of equally likely tokens is not known
@@ -84,7 +85,8 @@ def first_loss_in_words(
     per_micro_batch: float = 1.0,
     pretrained: bool = False,
 ) -> str | None:
-    """The reason why the first loss is above ln(tokens), the loss of equally likely tokens. None if it is not above.
+    """Return the reason why the first loss is above ln(tokens), the loss of equally likely tokens. None if it is not
+    above.
 
     Args:
         loss: the first loss.
@@ -119,15 +121,15 @@ def first_loss_in_words(
 
 
 def _pretrained_base(shape: Any) -> HuggingFaceShape | None:
-    """The model of whose weights training begins, if any."""
+    """Return the model of whose weights training begins, if any."""
     base = base_of(shape)
     return base if base is not None and base.weights == "pretrained" else None
 
 
-def _cut_conversation(config: Config, dataset: Dataset) -> str | None:
-    """A conversation or a completion whose end alone is in validation."""
-    fraction = config.data.split_fraction
-    for source, material in zip(config.data.training, dataset.materials, strict=False):
+def _cut_conversation(data: DataConfig, dataset: Dataset) -> str | None:
+    """Return a conversation or a completion whose end alone is in validation."""
+    fraction = data.split_fraction
+    for source, material in zip(data.training, dataset.materials, strict=False):
         if fraction and source.kind != "documents" and cuts_document(material.parts()[0], fraction):
             return (
                 f"data.validation_fraction = {fraction:g} cuts one of the {source.kind} of {material.name} in two: its "
@@ -140,31 +142,31 @@ def _cut_conversation(config: Config, dataset: Dataset) -> str | None:
 # -- tokenizers --------------------------------------------------------------------------------------------------------
 
 
-def _other_tokenizer(config: Config, tokenizer: Tokenizer) -> str | None:
+def _other_tokenizer(model: ModelConfig, data: DataConfig, tokenizer: Tokenizer) -> str | None:
     """Pretrained weights know the ids of their own tokenizer alone."""
-    base = _pretrained_base(config.model.shape())
+    base = _pretrained_base(model.shape())
     beside = None if base is None else tokenizer_beside(base)
     if beside is None or beside.fingerprint == tokenizer.fingerprint:
         return None
     if isinstance(tokenizer, Bytes) and _is_of_bytes(beside):
         return None
     return (
-        f"data.tokenizer = {config.data.tokenizer} ({tokenizer.vocab_size:,} ids) is not the tokenizer beside the "
+        f"data.tokenizer = {data.tokenizer} ({tokenizer.vocab_size:,} ids) is not the tokenizer beside the "
         f"model, {beside.file} ({beside.vocab_size:,} ids), with whose ids the weights were trained. If you did not "
-        f"change the tokenizer on purpose, set data.tokenizer to {config.model.path}"
+        f"change the tokenizer on purpose, set data.tokenizer to {model.path}"
     )
 
 
 def _is_of_bytes(tokenizer: FromFile) -> bool:
-    """Whether a tokenizer is the one that an export of ours has written for bytes."""
+    """Return whether a tokenizer is the one that an export of ours has written for bytes."""
     return bool(json.loads(tokenizer.file.read_bytes()) == byte_tokenizer.tokenizer_json())
 
 
-def _unknown_end_of_turns(config: Config, dataset: Dataset) -> str | None:
-    """The token that ends a turn in the data, if a generation does not end there."""
+def _unknown_end_of_turns(model: ModelConfig, data: DataConfig, dataset: Dataset) -> str | None:
+    """Return the token that ends a turn in the data, if a generation does not end there."""
     tokenizer = dataset.tokenizer
-    last = _end_of_turn(config, dataset)
-    if last is None or tokenizer.file is None or last in (ends := ends_of_export(config, tokenizer)):
+    last = _end_of_turn(data, dataset)
+    if last is None or tokenizer.file is None or last in (ends := ends_of_export(model, tokenizer)):
         return None
     names = ", ".join(_token(tokenizer, each) for each in ends) or "none"
     way = "Write the tokenizer's end token after each turn in the template"
@@ -177,9 +179,9 @@ def _unknown_end_of_turns(config: Config, dataset: Dataset) -> str | None:
     )
 
 
-def _end_of_turn(config: Config, dataset: Dataset) -> int | None:
-    """The last trained token of the first conversation that has one: as the template writes it. None without."""
-    for source, material in zip(config.data.training, dataset.materials, strict=True):
+def _end_of_turn(data: DataConfig, dataset: Dataset) -> int | None:
+    """Return the last trained token of the first conversation that has one: as the template writes it. None without."""
+    for source, material in zip(data.training, dataset.materials, strict=True):
         tokens = material.tokens
         if source.kind != "conversations" or tokens.trained is None:
             continue
@@ -203,19 +205,19 @@ def _token(tokenizer: Tokenizer, number: int) -> str:
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
-def _other_base(config: Config) -> str | None:
+def _other_base(settings: BuildSettings) -> str | None:
     """Adapters to start from that name another base than the run's. Paths move, so this is no error."""
-    if config.finetune.method == "full" or not config.finetune.adapters:
+    if settings.finetune.method == "full" or not settings.finetune.adapters:
         return None
     try:
-        named = base_in(config.finetune.adapters)
+        named = base_in(settings.finetune.adapters)
     except UserError:
         return None  # which the run has said
-    base = source_of(config)
-    if not named or _same_base(named, str(getattr(config.model, "path", "") or "")):
+    base = settings.source
+    if not named or _same_base(named, str(getattr(settings.model, "path", "") or "")):
         return None
     return (
-        f"the adapters in {config.finetune.adapters} were trained on {named} (base_model_name_or_path in their "
+        f"the adapters in {settings.finetune.adapters} were trained on {named} (base_model_name_or_path in their "
         f"adapter_config.json), and the base of this run comes from {base}. On another base they mean nothing. Ignore "
         "this if it is the same model at another place"
     )

@@ -78,7 +78,8 @@ def _dumps_segments(path: Path) -> bool:
 
 
 def owners_of(trainer: Trainer) -> dict[str, int]:
-    """Bytes of this rank now, by group. On a GPU the last group is all that torch has allocated beside the others."""
+    """Return the bytes of this rank now, by group. On a GPU the last group is all that torch has allocated beside the
+    others."""
     if trainer.config.parallel.facts.reports_memory:
         report = sw.memory_report(trainer.model, trainer.optimizer)
         owners = {

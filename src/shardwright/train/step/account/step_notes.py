@@ -11,7 +11,7 @@ import functools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -19,12 +19,13 @@ from shardwright.common.json_text import strict_json
 from shardwright.engine import heartbeat
 from shardwright.engine.comm import DTENSOR, hears_dtensor, streams_for, watched
 from shardwright.engine.memory import Slab, observe
-from shardwright.train.config import Config
+from shardwright.train.config import ParallelConfig, TrainConfig
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.errors import UserError
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.writing import write_text
+from shardwright.train.step.account.clock import Event
 from shardwright.train.step.trainer import Trainer
 
 NOTED = 3
@@ -41,35 +42,22 @@ NO_TIME = -1
 """In the place of the device's time of a mark that has none."""
 
 
-def calls_dtensor(config: Config) -> bool:
-    """Whether a step calls collectives of DTensor that a listener can hear: not those inside compiled blocks."""
-    return config.parallel.tensor > 1 and config.train.compile == "none" and not config.train.cuda_graph
-
-
-class TimedEvent(Protocol):
-    """An event of a device that keeps its time."""
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, later: Any) -> float:
-        """Milliseconds until a later event."""
+def calls_dtensor(train: TrainConfig, parallel: ParallelConfig) -> bool:
+    """Return whether a step calls collectives of DTensor that a listener can hear: not those inside compiled blocks."""
+    return parallel.parts_of("layers") > 1 and train.compile == "none" and not train.cuda_graph
 
 
 class NotesOfStep(TrainerHook):
     """Keeps the leases and collectives of step `NOTED` of the session. It is a listener, and an observer of slabs."""
 
-    def __init__(
-        self, trainer: Trainer, folder: RunFolder, event: Callable[[], TimedEvent] | None = None
-    ) -> None:
+    def __init__(self, trainer: Trainer, folder: RunFolder, event: Callable[[], Event] | None = None) -> None:
         """``event``: makes an event of the device that keeps its time. None: the device's own, if it is CUDA."""
         self._trainer, self._folder = trainer, folder
         if event is None and trainer.world.device.type == "cuda":
             event = functools.partial(torch.cuda.Event, enable_timing=True)
         self._event = event
-        self._first: TimedEvent | None = None  #: at the begin of the step
-        self._events: dict[int, TimedEvent] = {}  #: by the number of the note
+        self._first: Event | None = None  #: at the begin of the step
+        self._events: dict[int, Event] = {}  #: by the number of the note
         self._unit = self._collective = ""  #: of the collective that begins or is waited for
         self._phase_unit = ""
         self._steps = 0  # of this session
@@ -88,7 +76,8 @@ class NotesOfStep(TrainerHook):
             streams = streams_for(self._trainer.world.device)
             self._captures = lambda: streams.capturing
             self._stack.enter_context(watched(streams, self.ordered))
-            if calls_dtensor(self._trainer.config):
+            config = self._trainer.config
+            if calls_dtensor(config.train, config.parallel):
                 self._stack.enter_context(hears_dtensor(self))
             if self._event is not None:
                 self._first = self._event()

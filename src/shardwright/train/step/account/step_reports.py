@@ -29,7 +29,7 @@ def step_record(
     parts: Mapping[Part, float],
     validation: Validation | None,
 ) -> StepRecord:
-    """The record of a step that is done. `parts`: of its `seconds`."""
+    """Return the record of a step that is done. `parts`: of its `seconds`."""
     config, world, position = trainer.config, trainer.world, trainer.position
     memory = measure_memory(world.device)
     tokens_per_second = config.train.global_batch * config.train.seq_len / seconds

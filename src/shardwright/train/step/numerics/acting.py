@@ -10,7 +10,7 @@ from shardwright.train.config.catalog.records import Incident
 from shardwright.train.errors import counted
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.run.position import asking_store, saved_steps
-from shardwright.train.step.numerics.fault import FaultError
+from shardwright.train.step.numerics.detect import FaultError
 from shardwright.train.step.saving.checkpoint import SaveFailedError
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer

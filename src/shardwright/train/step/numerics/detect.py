@@ -17,15 +17,22 @@ from torch import Tensor, nn
 
 from shardwright.engine import RankGroup, ranks_in_words
 from shardwright.engine.comm import noted
-from shardwright.train.config import Config
+from shardwright.train.config import FaultConfig, ParallelConfig, TrainConfig
 from shardwright.train.config.catalog.hooks import Action, Fault
 from shardwright.train.config.catalog.records import Incident
+from shardwright.train.errors import JobError
 from shardwright.train.parallel.engines import engine_of
 from shardwright.train.parallel.world import World
 from shardwright.train.run.position import Position
-from shardwright.train.step.numerics.blaming import Blame, computed_by, hooks_see_gradients
-from shardwright.train.step.numerics.fault import is_spike, spike_limit
-from shardwright.train.step.numerics.naming import first_bad, is_wrong, largest_gradient, ranks_with_bad_loss
+from shardwright.train.step.numerics.naming import (
+    Blame,
+    computed_by,
+    first_bad,
+    hooks_see_gradients,
+    is_wrong,
+    largest_gradient,
+    ranks_with_bad_loss,
+)
 from shardwright.train.step.numerics.verifying import verify_copies
 from shardwright.train.step.reduction import Agreed
 
@@ -40,13 +47,19 @@ class TrainingState:
     """A model in training between two steps: the values in which a fault is found and from which it is named.
 
     Attributes:
-        config: has the actions of `[fault]`, the global batch and the facts of the engine.
+        fault: what a run does about a fault.
+        parallel: the engine.
+        train: the global batch, and whether a CUDA graph does a step.
+        in_backward: the optimizer steps in backward.
         world: this rank among the others.
         model, optimizer: their values may have gone wrong.
         position: optimizer steps done, the losses of the last ones, and the first sample of the next one.
     """
 
-    config: Config
+    fault: FaultConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    in_backward: bool
     world: World
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -60,7 +73,7 @@ class TrainingState:
     def next_samples(self) -> tuple[int, int]:
         """The samples of the next step, [first, stop)."""
         first = self.position.samples
-        return first, first + self.config.train.global_batch
+        return first, first + self.train.global_batch
 
 
 def flag(norm: Tensor | None, device: torch.device) -> Tensor:
@@ -77,7 +90,7 @@ def flag(norm: Tensor | None, device: torch.device) -> Tensor:
 def fault_of_step(
     state: TrainingState, agreed: Agreed, shares: Tensor, work: Callable[[], Tensor]
 ) -> Fault | None:
-    """The fault of the numbers of the step whose gradients are here, or None.
+    """Return the fault of the numbers of the step whose gradients are here, or None.
 
     `shares`: this rank's parts of the losses. `work` does forward and backward of the step again, to find the rank that
     computed a wrong gradient. The gradients are lost then.
@@ -96,8 +109,8 @@ def repeat_of(state: TrainingState, first: Agreed) -> Incident | None:
     loss, losses = first.losses[0], state.position.past.losses
     if not math.isfinite(loss) or first.flags:
         found = f"loss {loss}, norm {first.norm}"
-    elif is_spike(loss, losses, state.config.fault):
-        limit = spike_limit(losses, state.config.fault.spike_sigmas)
+    elif is_spike(loss, losses, state.fault):
+        limit = spike_limit(losses, state.fault.spike_sigmas)
         found = f"loss {loss:.4f}, a spike above {limit:.4f}"
     else:
         return None
@@ -108,8 +121,8 @@ def repeat_of(state: TrainingState, first: Agreed) -> Incident | None:
 def _fault_of_values(
     state: TrainingState, agreed: Agreed, shares: Tensor, work: Callable[[], Tensor]
 ) -> Fault:
-    """The fault of a loss or a gradient norm that is not finite."""
-    loss, norm, action = agreed.losses[0], agreed.norm, state.config.fault.on_non_finite
+    """Return the fault of a loss or a gradient norm that is not finite."""
+    loss, norm, action = agreed.losses[0], agreed.norm, state.fault.on_non_finite
     norms = _unit_norms(state, agreed)  # before the gradients are lost
     where, kinds = _where(state, loss, shares, work)
     text = (
@@ -123,7 +136,7 @@ def _fault_of_values(
 
 
 def _fault_of_spike(state: TrainingState, agreed: Agreed) -> Fault | None:
-    loss, losses, settings = agreed.losses[0], state.position.past.losses, state.config.fault
+    loss, losses, settings = agreed.losses[0], state.position.past.losses, state.fault
     if settings.on_spike == "ignore" or not is_spike(loss, losses, settings):
         return None
     limit, norms = spike_limit(losses, settings.spike_sigmas), _unit_norms(state, agreed)
@@ -136,18 +149,21 @@ def _fault_of_spike(state: TrainingState, agreed: Agreed) -> Fault | None:
 
 
 def _unit_norms(state: TrainingState, agreed: Agreed) -> Mapping[str, float]:
-    """The gradient norms of the step by unit, before clipping. Empty if the engine reports no unit, or the optimizer
-    has used the gradients already. Called by all ranks together."""
+    """Return the gradient norms of the step by unit, before clipping.
+
+    Empty if the engine reports no unit, or the optimizer has used the gradients already. Called by all ranks together.
+    """
     if agreed.unit_norms or agreed.norm is None:
         return agreed.unit_norms
-    norms = engine_of(state.config.parallel).unit_norms(state.model)
+    norms = engine_of(state.parallel).unit_norms(state.model)
     clipped = math.hypot(*norms.values())
     factor = agreed.norm / clipped if 0 < clipped < math.inf else 1.0
     return {unit: factor * norm for unit, norm in norms.items()}
 
 
 def _units_in_words(norms: Mapping[str, float]) -> str:
-    """The units whose gradient norms are not finite, or else the largest ones, at most `SHOWN`. Empty for one unit."""
+    """Return in words the units whose gradient norms are not finite, or else the largest ones, at most `SHOWN`. Empty
+    for one unit."""
     if len(norms) < 2:
         return ""
     wrong = [unit for unit, norm in norms.items() if not math.isfinite(norm)]
@@ -162,17 +178,17 @@ def _units_in_words(norms: Mapping[str, float]) -> str:
 def _fault(
     state: TrainingState, action: Action, text: str, samples: tuple[int, int], state_is_good: bool
 ) -> Fault:
-    """The fault with advice: against such faults, and for a run that ends, the actions that let it go on."""
+    """Return the fault with advice: against such faults, and for a run that ends, the actions that let it go on."""
     advice = ADVICE
     if action == "stop":
-        skips = state_is_good and not state.config.optimizer.in_backward
+        skips = state_is_good and not state.in_backward
         values = "'skip' or 'rewind'" if skips else "'rewind'"
         advice += f"; with fault.on_non_finite = {values} the run leaves such samples out by itself"
     return Fault(action, text, advice, samples, state_is_good)
 
 
 def fault_of_hooks(state: TrainingState, agreed: Agreed, votes: Sequence[Fault]) -> Fault | None:
-    """The fault that hooks have asked for, with the words of the first rank whose hook did; None for none.
+    """Return the fault that hooks have asked for, with the words of the first rank whose hook did; None for none.
 
     `votes`: of this rank's hooks. Called by all ranks together.
     """
@@ -194,10 +210,10 @@ def fault_of_hooks(state: TrainingState, agreed: Agreed, votes: Sequence[Fault])
 def _where(
     state: TrainingState, loss: float, shares: Tensor, work: Callable[[], Tensor]
 ) -> tuple[str, set[str]]:
-    """In words what is not finite, and the kinds of tensors that have such values."""
+    """Return in words what is not finite, and the kinds of tensors that have such values."""
     model, optimizer, rank, size = state.model, state.optimizer, state.world.rank, state.world.size
     kinds = ("weight", "optimizer", "buffer", "gradient")
-    scaled = state.config.parallel.facts.clips_not_finite
+    scaled = state.parallel.facts.clips_not_finite
     text, wrong = first_bad(model, optimizer, rank, kinds[:3] if scaled else kinds)
     parts = [text] if text else []
     if not math.isfinite(loss) and not wrong & {"weight", "buffer"}:
@@ -207,14 +223,14 @@ def _where(
         parts = [*parts, largest_gradient(model, rank)][:1]
         if size > 1:
             computed = None
-            if hooks_see_gradients(state.config):
+            if hooks_see_gradients(state.parallel, state.train):
                 computed = computed_by(model, optimizer, work, rank)
             parts = _with_rank(parts[0], wrong, computed)
     return "; ".join(parts) or "weights and optimizer state are finite", wrong
 
 
 def _with_rank(text: str, wrong: set[str], computed: Blame | None) -> list[str]:
-    """Lines about gradients after the reduction (`text`) and before it (`computed`); None if those are not known."""
+    """Return lines about gradients after the reduction (`text`) and before it (`computed`, None if not known)."""
     if computed is None:
         return [text, "the rank that computed it is not known"]
     if computed.wrong_ranks or not wrong:
@@ -223,14 +239,14 @@ def _with_rank(text: str, wrong: set[str], computed: Blame | None) -> list[str]:
 
 
 def fault_of_state(state: TrainingState) -> Fault | None:
-    """The fault of the weights and the optimizer's state between two steps, before they are saved; or None.
+    """Return the fault of the weights and the optimizer's state between two steps, before they are saved; or None.
 
     It costs a pass over them and one reduction of a number. With `verify_every`, copies are compared, too.
 
     Raises:
         CorruptionError: copies differ.
     """
-    settings, model, optimizer = state.config.fault, state.model, state.optimizer
+    settings, model, optimizer = state.fault, state.model, state.optimizer
     if settings.verify_every:
         verify_copies(model, optimizer, state.next_step)
     wrong = is_wrong(model, optimizer).to(state.world.device, torch.float64)
@@ -243,3 +259,38 @@ def fault_of_state(state: TrainingState) -> Fault | None:
     position = state.position
     text = f"step {position.step}: expected finite weights and optimizer state after it, found otherwise; {where}"
     return _fault(state, action, text, (position.samples, position.samples), state_is_good=False)
+
+
+class FaultError(JobError):
+    """A fault ends the run by its settings: numbers that are not finite, a spike of the loss, or a vote of a hook."""
+
+
+def is_spike(loss: float, before: Sequence[float], settings: FaultConfig) -> bool:
+    """Return whether a loss is far above those of the steps before it. All ranks decide alike, from agreed numbers."""
+    if settings.on_spike == "ignore" or len(before) < settings.spike_window // 2:
+        return False
+    return loss > spike_limit(before, settings.spike_sigmas)
+
+
+def may_be_spike(loss: Tensor, before: Tensor, settings: FaultConfig) -> Tensor:
+    """Return whether `is_spike` may hold, on the device and without a wait of the host: bool, 0-d.
+
+    It holds for all spikes, and for losses just below the limit, because sums are rounded in another order here.
+    `before`: float64 [losses].
+    """
+    if settings.on_spike == "ignore" or len(before) < settings.spike_window // 2:
+        return torch.zeros_like(loss, dtype=torch.bool)
+    mean = before.mean()
+    limit = mean + settings.spike_sigmas * before.std()
+    return loss > limit - ROUNDING * (limit.abs() + mean.abs())
+
+
+ROUNDING = 1e-9
+"""The difference of two sums of the same losses in float64, as a part of them: far more than it can be."""
+
+
+def spike_limit(before: Sequence[float], sigmas: float) -> float:
+    """Return the highest loss that is no spike: the mean and `sigmas` standard deviations."""
+    mean = math.fsum(before) / len(before)
+    variance = math.fsum((each - mean) ** 2 for each in before) / (len(before) - 1)
+    return mean + sigmas * math.sqrt(variance)

@@ -1,19 +1,33 @@
-"""Names the values that are not finite: of which parameter and unit, on which rank. Called only after they are known.
+"""Names the values that are not finite: of which parameter and unit, and which rank computed them.
 
-Every function is called by all ranks together. They wait for the device, which a step without a fault does not.
+After the reduction all ranks have a wrong gradient, or the one that stores that part of it. To find the rank that
+computed it, `computed_by` does the work of the step again and looks at each rank's own gradients before they are
+reduced. Every function is called by all ranks together, after a fault is known. They wait for the device, which a step
+without a fault does not. Nothing here decides what a run does about a fault.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.engine import RankGroup, SteppedGradient, plain_name, plain_tensors, unit_name
+from shardwright.engine import (
+    RankGroup,
+    SteppedGradient,
+    names_in,
+    plain_name,
+    plain_tensors,
+    unit_name,
+    units_of,
+)
 from shardwright.engine.compat import foreach_norm
+from shardwright.train.config import ParallelConfig, TrainConfig
 from shardwright.train.errors import counted
+from shardwright.train.step.numerics.replaying import replay
 
 MEANINGS = {
     "weight": "the weights",
@@ -54,7 +68,7 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
 
 
 def gradients(model: nn.Module) -> Iterator[Named]:
-    """The gradients in the order of backward: what is wrong in one passes into those after it."""
+    """Yield the gradients in the order of backward: what is wrong in one passes into those after it."""
     for name, parameter in reversed(list(model.named_parameters())):
         gradient = parameter.grad
         if gradient is not None and not isinstance(gradient, SteppedGradient):
@@ -62,7 +76,8 @@ def gradients(model: nn.Module) -> Iterator[Named]:
 
 
 def floats_of(tensor: Tensor) -> list[Tensor]:
-    """This rank's floating-point values behind a tensor, without classes of one byte, which have no arithmetic."""
+    """Return this rank's floating-point values behind a tensor, without classes of one byte, which have no
+    arithmetic."""
     return [
         each.detach()  # here, because a sharded tensor takes ten times as long
         for each in plain_tensors(tensor)
@@ -72,8 +87,8 @@ def floats_of(tensor: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def is_wrong(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    """Whether this rank's weights or optimizer state have a value that is not finite: bool, 0-d, on the device of the
-    first weight. It does not wait for the device."""
+    """Return whether this rank's weights or optimizer state have a value that is not finite: bool, 0-d, on the device
+    of the first weight. It does not wait for the device."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for named in state_tensors(model, optimizer):
         for each in floats_of(named.tensor):
@@ -90,7 +105,8 @@ def is_wrong(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
 def first_bad(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, kinds: tuple[str, ...]
 ) -> tuple[str, set[str]]:
-    """In words the first tensor of any rank with values that are not finite, and the kinds that have such values."""
+    """Return in words the first tensor of any rank with values that are not finite, and the kinds that have such
+    values."""
     bad: list[Bad] = []
     order = list(MEANINGS)
     tensors = [*state_tensors(model, optimizer), *gradients(model)]
@@ -122,7 +138,7 @@ def _in_words(named: Named, count: int, rank: int) -> str:
 
 @torch.no_grad()
 def largest_gradient(model: nn.Module, rank: int) -> str:
-    """In words the gradient with the largest value, where all are finite and their norm is not."""
+    """Return in words the gradient with the largest value, where all are finite and their norm is not."""
     largest: tuple[float, str] = (-1.0, "")
     for named in gradients(model):
         for each in floats_of(named.tensor):
@@ -137,6 +153,123 @@ def largest_gradient(model: nn.Module, rank: int) -> str:
 
 
 def ranks_with_bad_loss(share: Tensor) -> list[int]:
-    """The ranks whose own part of the losses is not finite."""
+    """Return the ranks whose own part of the losses is not finite."""
     finite = RankGroup().all_gather(bool(share.isfinite().all()))
     return [rank for rank, each in enumerate(finite) if not each]
+
+
+class _RankGradient(NamedTuple):
+    """A gradient that a rank computed in one micro-batch."""
+
+    name: str  #: of the parameter
+    unit: str | None
+    largest: Tensor  #: absolute value, 0-d; not finite if any value is not
+
+
+class Suspect(NamedTuple):
+    """The first gradient of a rank that is not finite, or else its largest one. The least of several is the culprit."""
+
+    place: int  #: in the order of backward
+    rank: int
+    name: str  #: the parameter and its unit in words
+    largest: float  #: absolute value
+
+    @property
+    def is_finite(self) -> bool:
+        return self.largest < float("inf")  # False for nan
+
+
+class Blame(NamedTuple):
+    """The gradients of all ranks, before they are reduced."""
+
+    suspect: Suspect  #: the first gradient that is not finite, or else the largest one
+    wrong_ranks: list[int]  #: whose gradients are not finite; empty if all are finite
+
+    @property
+    def in_words(self) -> str:
+        suspect, ranks = self.suspect, self.wrong_ranks
+        if ranks:
+            others = f" (such ranks: {', '.join(map(str, ranks))})" if len(ranks) > 1 else ""
+            return (
+                f"gradient of {suspect.name}, the first one in the order of backward, is not finite on rank "
+                f"{suspect.rank}, which computed it{others}"
+            )
+        return (
+            "computed again, all gradients are finite on all ranks before they are reduced; the largest, "
+            f"{suspect.largest:.3g}, is the gradient of {suspect.name} on rank {suspect.rank}"
+        )
+
+
+def hooks_see_gradients(parallel: ParallelConfig, train: TrainConfig) -> bool:
+    """Return whether hooks see a rank's gradients before they are reduced. A CUDA graph calls no hooks."""
+    return parallel.facts.shows_gradients and not train.cuda_graph
+
+
+@torch.no_grad()
+def computed_by(
+    model: nn.Module, optimizer: torch.optim.Optimizer, work: Callable[[], Tensor], rank: int
+) -> Blame | None:
+    """Return the rank whose own gradient is not finite, or is the largest; None without any gradient.
+
+    `work` does forward and backward of the step again. Called by all ranks together, with no gradient left that is
+    still needed. `hooks_see_gradients` must hold.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    with _own_gradients(model) as gradients, replay(model, optimizer), torch.enable_grad():
+        work()
+    suspects = [each for each in RankGroup().all_gather(_suspect_of(gradients, rank)) if each is not None]
+    if not suspects:
+        return None
+    wrong = [suspect for suspect in suspects if not suspect.is_finite]
+    if wrong:
+        return Blame(min(wrong), sorted(suspect.rank for suspect in wrong))
+    return Blame(max(suspects, key=lambda suspect: (suspect.largest, -suspect.rank)), [])
+
+
+def _suspect_of(gradients: Sequence[_RankGradient], rank: int) -> Suspect | None:
+    """Return this rank's suspect; None without any gradient."""
+    suspects = [
+        Suspect(place, rank, _gradient_in_words(gradient), float(gradient.largest))
+        for place, gradient in enumerate(gradients)
+    ]
+    first_wrong = next((suspect for suspect in suspects if not suspect.is_finite), None)
+    return first_wrong or max(suspects, key=lambda suspect: suspect.largest, default=None)
+
+
+def _gradient_in_words(gradient: _RankGradient) -> str:
+    return gradient.name if gradient.unit is None else f"{gradient.name} (unit {gradient.unit})"
+
+
+@contextmanager
+def _own_gradients(model: nn.Module) -> Iterator[list[_RankGradient]]:
+    """This rank's gradients of the backwards inside the context, before they are reduced, in their order."""
+    gradients: list[_RankGradient] = []
+    names, managed, handles = names_in(model), set(), []
+    for unit in units_of(model):
+        for p in unit.parameters:
+            managed.add(id(p.sharded))
+            if p.full.requires_grad:
+                name = names.get(id(p.sharded), p.name)
+                handles.append(p.full.register_hook(_keeps(gradients, name, unit.name)))
+    for parameter in model.parameters():
+        if id(parameter) not in managed and parameter.requires_grad:
+            handles.append(parameter.register_hook(_keeps(gradients, names[id(parameter)], None)))
+    try:
+        yield gradients
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keeps(gradients: list[_RankGradient], name: str, unit: str | None) -> Any:
+    def keep(gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        with torch.no_grad():
+            parts = [
+                each for each in plain_tensors(gradient.detach()) if each.is_floating_point() and each.numel()
+            ]
+            for each in parts:
+                gradients.append(_RankGradient(name, unit, each.abs().max()))
+
+    return keep

@@ -15,15 +15,15 @@ from shardwright.train.errors import UserError
 
 
 def marks(parts: Tensor, rank: int) -> Tensor:
-    """A row to add up over the ranks, from this rank's numbers [figures, numbers of each]: for each figure whether one
-    of its numbers is not finite, and for each figure `rank` if that is so. float64 [2 * figures]."""
+    """Return a row to add up over the ranks, from this rank's numbers [figures, numbers of each]: for each figure
+    whether one of its numbers is not finite, and for each figure `rank` if that is so. float64 [2 * figures]."""
     wrong = ~parts.isfinite().all(1)
     return torch.cat([wrong, wrong * rank]).double()
 
 
 def wrong_ranks(names: Sequence[str], marked: Sequence[float], size: int) -> dict[str, str]:
-    """The ranks in words, by the names of those figures that are not finite on any. `marked`: the row of `marks`, added
-    up over `size` ranks."""
+    """Return the ranks in words, by the names of those figures that are not finite on any. `marked`: the row of
+    `marks`, added up over `size` ranks."""
     counts, numbers = marked[: len(names)], marked[len(names) :]
     words = {}
     for name, count, number in zip(names, counts, numbers, strict=True):
@@ -35,7 +35,7 @@ def wrong_ranks(names: Sequence[str], marked: Sequence[float], size: int) -> dic
 
 
 def in_words(name: str, value: str, step: int, ranks: Mapping[str, str]) -> str:
-    """A figure and its value, such as "validation accuracy is nan in step 4 (rank 1)"."""
+    """Return a figure and its value, such as "validation accuracy is nan in step 4 (rank 1)"."""
     return f"{name} is {value} in step {step}" + (f" ({ranks[name]})" if ranks.get(name) else "")
 
 

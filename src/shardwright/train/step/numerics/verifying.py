@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.engine import OWN, HashKey, RankGroup, state_hashes
-from shardwright.train.config import Config
 from shardwright.train.errors import JobError, UserError
 from shardwright.train.step.numerics.replaying import replay
 
@@ -30,17 +29,24 @@ class CorruptionError(JobError):
 
 
 def twice(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, step: int, trial: Work, work: Work
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    trial: Work,
+    work: Work,
+    in_backward: bool,
+    graphed: bool,
 ) -> Tensor:
     """Do the work of a step, after a trial of it whose gradients are dropped, and compare all bits of the gradients.
 
-    `trial` and `work` compute the same. With an optimizer that steps in backward `trial` must not step.
+    `trial` and `work` compute the same. If the optimizer steps `in_backward`, `trial` must not step. `graphed`: a CUDA
+    graph does the work.
 
     Raises, on all ranks:
         CorruptionError: gradients differ, or weights or optimizer state changed during the trial, or copies differ.
         UserError: the ranks compute other gradients each time.
     """
-    in_backward, hashes_own = config.optimizer.in_backward, not config.train.cuda_graph
+    hashes_own = not graphed
     before = state_hashes(model, [optimizer])
 
     def check_state_is_unchanged() -> None:
@@ -48,7 +54,8 @@ def twice(
             _refuse(step, changed, "changed while nothing writes it")
 
     def hashed_trial() -> tuple[sw.GradientHashes, set[str]]:
-        """The hashes of a trial, and the names of the buffers that it changes. It leaves everything as it was."""
+        """Return the hashes of a trial, and the names of the buffers that it changes. It leaves everything as it
+        was."""
         moving: set[str] = set()
         with replay(model, optimizer, moving), sw.hash_gradients(model, own=hashes_own) as hashes:
             trial()
@@ -90,7 +97,7 @@ def verify_copies(
 
 
 def _changed(before: dict[HashKey, int], now: dict[HashKey, int]) -> list[sw.Difference]:
-    """Values whose bits differ from before, with the ranks where they do."""
+    """Return values whose bits differ from before, with the ranks where they do."""
     everyones = RankGroup().all_gather([key for key in before if now.get(key) != before[key]])
     ranks_of_values: dict[HashKey, list[int]] = {}
     for rank, keys in enumerate(everyones):

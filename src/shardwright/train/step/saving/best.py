@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from shardwright.train.config import Config
+from shardwright.train.config import DataConfig
 from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.catalog.records import LOSSES, SET_PREFIX, StepRecord, of_sets
 from shardwright.train.errors import UserError
@@ -28,8 +28,9 @@ class BestCheckpoint(TrainerHook):
     """Finds the best checkpoint. A resumed run finds the same one: values of earlier sessions come from metrics.jsonl.
 
     Args:
-        config: has the name of the figure: `loss`, `validation_loss`, `validation_loss/` and the name of a set, a
-            metric of a hook, or `validation_` and one.
+        figure: its name: `loss`, `validation_loss`, `validation_loss/` and the name of a set, a metric of a hook, or
+            `validation_` and one.
+        data: `[data]`, which has the sets for validation.
         folder: of the run.
         hooks: of the run; they say of which metrics a higher value is better.
         say: prints a line.
@@ -41,10 +42,12 @@ class BestCheckpoint(TrainerHook):
         UserError: no step has this figure.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, hooks: Hooks, say: Callable[[str], None]) -> None:
-        self.figure, self._folder, self._say = config.checkpoint.keep_best, folder, say
+    def __init__(
+        self, figure: str, data: DataConfig, folder: RunFolder, hooks: Hooks, say: Callable[[str], None]
+    ) -> None:
+        self.figure, self._folder, self._say = figure, folder, say
         self.warnings: list[str] = []
-        sets = of_sets(config.data.validation_sets)
+        sets = of_sets(data.validation_sets)
         known = [
             *LOSSES,
             *sets,
@@ -68,8 +71,8 @@ class BestCheckpoint(TrainerHook):
             self._values[record.step] = self._value(vars(record))
 
     def among(self, steps: Collection[int]) -> Best | None:
-        """The best of these steps; the earlier of equal ones. None: none of them has the figure, or all values are nan
-        or infinite, of which a line warns."""
+        """Return the best of these steps; the earlier of equal ones. None: none of them has the figure, or all values
+        are nan or infinite, of which a line warns."""
         if self._values is None:
             self._values = {
                 each["step"]: self._value(each) for each in read_records(self._folder.metrics_file)
@@ -96,7 +99,7 @@ class BestCheckpoint(TrainerHook):
             self._values[step] = None
 
     def _value(self, record: Mapping[str, Any]) -> float | None:
-        """The value of the figure; None if the step has none."""
+        """Return the value of the figure; None if the step has none."""
         value = record.get(self.figure) if self.figure in LOSSES else None
         if self.figure.startswith(SET_PREFIX):
             value = record.get("validation_losses", {}).get(self.figure.removeprefix(SET_PREFIX))

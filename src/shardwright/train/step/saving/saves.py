@@ -9,10 +9,10 @@ with their digests count among those to keep. The form of a checkpoint is in `ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -29,10 +29,11 @@ from shardwright.train.step import loading
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.saving.best import BestCheckpoint
 from shardwright.train.step.saving.checkpoint import SaveFailedError
+from shardwright.train.step.saving.task_evaluations import TaskEvaluations
 
 
 def background() -> AsyncCheckpoint:
-    """The processes that write checkpoints while steps go on. Raises UserError where there can be none."""
+    """Return the processes that write checkpoints while steps go on. Raises UserError where there can be none."""
     try:
         return AsyncCheckpoint(verified=True)
     except NotImplementedError as error:
@@ -59,7 +60,7 @@ def steps_to_delete(
     condition: Callable[[int], Condition],
     rewind_steps: int = 0,
 ) -> list[int]:
-    """The steps whose checkpoints go.
+    """Return the steps whose checkpoints go.
 
     The newest `checkpoint.keep` whole ones stay, the `best`, and each one that `keep_every` names. So do the newest
     whole one that is at least `rewind_steps` older than `newest`, and all after it: each of them becomes the one to
@@ -92,16 +93,6 @@ def steps_to_delete(
     return [step for step in doomed if step != best]
 
 
-class Reader(Protocol):
-    """Reads checkpoints while the run goes on. Only the first rank has one."""
-
-    def unused(self, steps: Collection[int]) -> list[int]:
-        """The steps of these whose checkpoints may be deleted now. It deletes the others when it has read them."""
-
-    def forget_after(self, step: int) -> None:
-        """End the reading of checkpoints of later steps, which are deleted after this call."""
-
-
 class Saves:
     """The checkpoints of a run, on one rank. Every method but `has_ended` is called by all ranks together."""
 
@@ -114,16 +105,17 @@ class Saves:
         saved: Callable[[int], None] | None = None,
         best: BestCheckpoint | None = None,
         rewind_steps: int = 0,
-        reader: Reader | None = None,
+        evaluations: TaskEvaluations | None = None,
     ) -> None:
         """`loaded`: the step of the checkpoint from which the run goes on, whose files were compared. `saved` is called
         with the step of each checkpoint that was written. `best`: finds one that stays, too. `rewind_steps`: steps that
-        a rewind goes back at least, for which checkpoints stay. `reader`: of the first rank, if any."""
+        a rewind goes back at least, for which checkpoints stay. `evaluations`: of the first rank, if any; they read
+        checkpoints while the run goes on."""
         self.settings, self.checkpoints, self.reporter = settings, checkpoints, reporter
         #: By step, of the checkpoints that were written or compared in this session.
         self._conditions: dict[int, Condition] = {} if loaded is None else {loaded: SOUND}
         self._note, self._best, self._rewind_steps = saved, best, rewind_steps
-        self._reader = reader
+        self._evaluations = evaluations
         self._background = background() if settings.asynchronous else None
         self._under_way: int | None = None  #: the step that the background writes
 
@@ -167,7 +159,7 @@ class Saves:
                 self._under_way = position.step
 
     def has_ended(self) -> bool:
-        """Whether `finish` is due: the first rank knows that a checkpoint is written, or a rank that it failed.
+        """Return whether `finish` is due: the first rank knows that a checkpoint is written, or a rank that it failed.
 
         For each rank alone, at each step: the ranks agree in the reduction of the step.
         """
@@ -194,8 +186,8 @@ class Saves:
         """Delete checkpoints of later steps, from which the run has gone back. Else a resume would take one of them."""
 
         def delete() -> None:
-            if self._reader is not None:
-                self._reader.forget_after(step)
+            if self._evaluations is not None:
+                self._evaluations.forget_after(step)
             for later in saved_steps(self.checkpoints):
                 if later > step:
                     remove_step(self.checkpoints, later)
@@ -253,7 +245,7 @@ class Saves:
         ranks = RankGroup()
 
         def delete(steps: list[int]) -> None:
-            for step in steps if self._reader is None else self._reader.unused(steps):
+            for step in steps if self._evaluations is None else self._evaluations.unused(steps):
                 remove_step(self.checkpoints, step)
 
         try:
@@ -266,8 +258,8 @@ class Saves:
             raise SaveFailedError(message, may_pass(error)) from error
 
     def _best_step(self, steps: list[int]) -> int | None:
-        """The step of the best checkpoint of these steps; None without one. A damaged one is reported, and does not
-        count as best any more. Raises UserError if metrics.jsonl is damaged."""
+        """Return the step of the best checkpoint of these steps; None without one. A damaged one is reported, and does
+        not count as best any more. Raises UserError if metrics.jsonl is damaged."""
         best, ranks = self._best, RankGroup()
         if best is None:
             return None
@@ -284,7 +276,7 @@ class Saves:
         return None if candidate is None else candidate.step
 
     def _condition(self, step: int) -> Condition:
-        """The condition of a checkpoint. Every rank compares a share of its files, once."""
+        """Return the condition of a checkpoint. Every rank compares a share of its files, once."""
         if step not in self._conditions:
             condition = SOUND
             try:

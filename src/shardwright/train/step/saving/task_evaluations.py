@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardwright.engine import heartbeat
 from shardwright.engine.comm import noted
-from shardwright.train.config import Config
+from shardwright.train.config import ValidationConfig
 from shardwright.train.config.catalog.hooks import Job, TrainerHook
 from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.config.sections.validation import YAML
@@ -33,9 +33,8 @@ from shardwright.train.run.evaluations import (
     note_failures,
     unfinished_steps,
 )
-from shardwright.train.run.folder import RunFolder, checkpoints_of
-from shardwright.train.run.position import asking_store, remove_step, saved_steps
-from shardwright.train.step.trainer import Trainer
+from shardwright.train.run.folder import RunFolder
+from shardwright.train.run.position import FolderOrUrl, asking_store, remove_step, saved_steps
 
 POLL_SECONDS = 0.2
 """Between looks at the process, at the end of the run."""
@@ -52,16 +51,25 @@ class TaskEvaluations(TrainerHook):
     stays until its evaluation has ended.
 
     Args:
-        config, folder: of the run.
+        settings: `[validation]`.
+        steps: of the run.
+        folder: of the run.
+        checkpoints: their place.
         reporter: gets results, and warnings about evaluations that fail.
         is_stopped: whether a signal asks the run to end.
     """
 
     def __init__(
-        self, config: Config, folder: RunFolder, reporter: Reporter, is_stopped: Callable[[], bool]
+        self,
+        settings: ValidationConfig,
+        steps: int,
+        folder: RunFolder,
+        checkpoints: FolderOrUrl,
+        reporter: Reporter,
+        is_stopped: Callable[[], bool],
     ) -> None:
-        self._settings, self._steps = config.validation, config.train.steps
-        self._folder, self._checkpoints = folder, checkpoints_of(folder, config)
+        self._settings, self._steps = settings, steps
+        self._folder, self._checkpoints = folder, checkpoints
         self._reporter, self._is_stopped = reporter, is_stopped
         self._running: EvaluationProcess | None = None
         self._waiting: int | None = None
@@ -148,7 +156,8 @@ class TaskEvaluations(TrainerHook):
     # -- checkpoints that are in use --------------------------------------------------------------------------------
 
     def unused(self, steps: Collection[int]) -> list[int]:
-        """The steps of these whose checkpoints may be deleted now. The others are deleted after their evaluation."""
+        """Return the steps of these whose checkpoints may be deleted now. The others are deleted after their
+        evaluation."""
         self._look()
         used = self._used()
         self._postponed |= {step for step in steps if step in used}
@@ -244,7 +253,7 @@ class TaskEvaluations(TrainerHook):
             self._reporter.say(f"warning: checkpoint of step {step}: cannot delete it: {error}")
 
     def _used(self) -> list[int]:
-        """The steps of the evaluations that run and wait."""
+        """Return the steps of the evaluations that run and wait."""
         running = None if self._running is None else self._running.step
         return [step for step in (running, self._waiting) if step is not None]
 
@@ -258,25 +267,29 @@ class TaskEvaluations(TrainerHook):
         return f"shardwright evaluate {shlex.quote(str(self._folder.path))}{at} --tasks {tasks}"
 
 
-def await_tasks(trainer: Trainer, evaluations: TaskEvaluations | None, stop: StopRequest) -> None:
-    """Let all ranks wait for the evaluations of a finished run, in rounds shorter than each limit of a wait.
+def await_tasks(
+    evaluations: TaskEvaluations | None,
+    stop: StopRequest,
+    step: int,
+    device: torch.device,
+    stall_seconds: float,
+) -> None:
+    """Let all ranks wait for the evaluations of a run that has done `step`, its last one.
 
-    `evaluations`: on the first rank. A signal for any rank ends the wait. Called by all ranks together.
+    They wait in rounds shorter than each limit of a wait, such as `fault.stall_seconds`. `evaluations`: on the first
+    rank. A signal for any rank ends the wait. Called by all ranks together.
     """
-    config = trainer.config
-    if not config.validation.tasks:
-        return
     if evaluations is not None:
-        evaluations.finish(trainer.position.step)
+        evaluations.finish(step)
     limits = [ROUND_SECONDS, collective_timeout().total_seconds() / 4]
-    if config.fault.stall_seconds:
-        limits.append(config.fault.stall_seconds / 4)
+    if stall_seconds:
+        limits.append(stall_seconds / 4)
     goes_on, stops = 1.0, 0.0
     while goes_on and not stops:
         heartbeat.at(heartbeat.END)
         goes_on = float(evaluations is not None and evaluations.wait(min(limits)))
         stops = float(stop.signal_number is not None)
-        states = torch.tensor([goes_on, stops], device=trainer.world.device)
+        states = torch.tensor([goes_on, stops], device=device)
         with noted("all-reduce of waits for tasks", None):
             dist.all_reduce(states, op=dist.ReduceOp.MAX)
         goes_on, stops = states.tolist()
