@@ -350,7 +350,7 @@ DEFECTS = [
         "engine/memory/planned.py",
         "        busy = self._overlaps[i] & self._leased & ~(1 << i)\n",
         "        busy = 0\n",
-        ("engine/test_memory.py", "memory"),
+        ("engine/test_memory.py", "engine/memory"),
     ),
     Defect(
         "settling",
