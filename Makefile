@@ -62,7 +62,7 @@ test-all: $(STAMP)
 	$(TESTING) --tier all $(ARGS)
 
 # What a change to the engine breaks first: pure tests of layout and memory, and short ones of training on two ranks.
-QUICK ?= tests/layout tests/memory tests/checkpoint/dcp/test_metadata.py tests/engine/test_behaviour.py \
+QUICK ?= tests/engine/layout tests/engine/memory tests/checkpoint/dcp/test_metadata.py tests/engine/test_behaviour.py \
 	tests/engine/test_selected.py tests/engine/test_unused.py tests/engine/test_aliases.py tests/engine/test_frozen.py \
 	tests/engine/test_states.py
 

@@ -25,7 +25,7 @@ import shardwright as sw
 from shardwright.planner.devices import parse_devices
 from shardwright.planner.program import Program
 from shardwright.planner.speed import speed_of
-from shardwright.planner.tracing.local import local_device
+from shardwright.planner.tracing import local_device
 from shardwright.planner.tracing.loop import program_of_loop
 
 RANKS, NODE, TOKENS = 32, 8, 512

@@ -37,7 +37,7 @@ from shardwright.planner.allocator import GIB, CachingAllocator, run
 from shardwright.planner.devices import parse_devices
 from shardwright.planner.program import Program
 from shardwright.planner.speed import speed_of
-from shardwright.planner.tracing.local import local_device
+from shardwright.planner.tracing import local_device
 from shardwright.planner.tracing.loop import program_of_loop
 from shardwright.planner.verdict import FURTHER_STEPS, runtime_of
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from shardwright.planner.devices import parse_devices
 from shardwright.planner.speed import speed_of
-from shardwright.planner.tracing.local import local_device
+from shardwright.planner.tracing import local_device
 from shardwright.train.config.load import checked_config
 from shardwright.train.planning.programs import program_of
 

@@ -60,6 +60,18 @@ def no_second_modules() -> Iterator[None]:
             assert known is module or not isinstance(known, ModuleType), f"{name} was imported twice"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def what_is_frozen_stays_frozen() -> Iterator[None]:
+    """Nobody counts or unfreezes the objects of all tests, which take longer than most plans of a search.
+
+    A search freezes what lives after its first plan and unfreezes it at the end. Here it freezes after each plan.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", lambda: 0)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+
+
 #: Files that start programs or compile. A worker takes a file at a time, and such a one must not be the last.
 LONG = re.compile(
     r"/train/|/integrations/|/tests/test_(repository|start|typing|package)|/engine/test_(compiled|programs|features|cases|graphed|dropin)|test_notices"

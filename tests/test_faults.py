@@ -189,6 +189,7 @@ def test_a_campaign_without_time_fails(tmp_path: Path) -> None:
     assert "the time was up after 0 of 3 faults" in done.stdout
 
 
+@pytest.mark.extensive("a tool, in a process that imports the trainer")
 def test_the_trainer_has_the_points_of_the_campaign(tmp_path: Path) -> None:
     """In a process of its own, whose trainer stays wrapped."""
     code = f"""

@@ -112,6 +112,7 @@ def test_metadata_is_that_of_pyproject(built: tuple[Path, Path]) -> None:
     assert len(bare) == 1 and bare[0].startswith("torch"), "expected torch and nothing else"
 
 
+@pytest.mark.extensive("it builds the package")
 def test_sdist_has_all_that_make_test_reads(built: tuple[Path, Path]) -> None:
     _, sdist = built
     with tarfile.open(sdist) as archive:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import multirank
+from tests.support.scripts import printed_by
 from tools.house import circles, imports_of_package
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,11 +30,30 @@ def test_readme_opens_with_the_two_commands() -> None:
     assert any(line.startswith("make test") for line in first_lines)
 
 
-def test_readme_example_runs_and_learns(tmp_path: Path) -> None:
+def readme_example(folder: Path) -> Path:
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert code is not None, "expected a python block in README.md"
-    script = tmp_path / "shard.py"
+    script = folder / f"shard{os.getpid()}.py"
     script.write_text(code[1])
+    return script
+
+
+def check_that_it_learns(printed: str) -> None:
+    losses = [float(value) for value in re.findall(r"loss of rank 0 ([\d.]+)", printed)]
+    assert len(losses) == 20
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@multirank(2)
+def test_readme_example_runs_and_learns(rank: int, world_size: int, tmp_path: Path) -> None:
+    printed = printed_by(readme_example(tmp_path), scratch=tmp_path)
+    if rank == 0:
+        check_that_it_learns(printed)
+
+
+@pytest.mark.extensive("torchrun starts three processes")
+def test_readme_example_runs_under_torchrun(tmp_path: Path) -> None:
+    script = readme_example(tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, str(script)],
@@ -42,9 +63,7 @@ def test_readme_example_runs_and_learns(tmp_path: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    losses = [float(value) for value in re.findall(r"loss of rank 0 ([\d.]+)", done.stdout)]
-    assert len(losses) == 20
-    assert losses[-1] < 0.5 * losses[0]
+    check_that_it_learns(done.stdout)
 
 
 def test_one_version() -> None:
@@ -100,6 +119,22 @@ def test_files_name_no_machine_and_no_package_index() -> None:
             if forbidden.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}")
     assert not found, "\n".join(found)
+
+
+def test_tests_that_the_makefile_tools_and_pages_name_are_there() -> None:
+    files = [
+        ROOT / "Makefile",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "tools").glob("*"),
+        *(ROOT / "docs").glob("*.md"),
+    ]
+    named = {
+        name.rstrip(".")
+        for file in files
+        if file.is_file()
+        for name in re.findall(r"(?<![\w/])tests/[\w./]+", file.read_text(errors="replace"))
+    }
+    assert len(named) > 30 and sorted(name for name in named if not (ROOT / name).exists()) == []
 
 
 def test_every_module_is_tracked() -> None:

@@ -37,6 +37,12 @@ def test_uneven(world_size): pass
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_many(world_size): pass
+
+@pytest.mark.central("a rule leaves it out", ranks=3)
+@pytest.mark.extensive("each letter", but=("*-a",))
+@pytest.mark.parametrize("case", ["a", "b"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_marked(world_size, case): pass
 '''  # fmt: skip
 IN_BOTH = [
     "test_plain",
@@ -48,6 +54,8 @@ IN_BOTH = [
     "test_uneven[3]",
     "test_many[3]",
     "test_many[4]",
+    "test_marked[2-a]",
+    "test_marked[3-a]",
 ]
 EXTENSIVE = [
     "test_slow",
@@ -56,6 +64,8 @@ EXTENSIVE = [
     "test_ranks[3]",
     "test_ranks[4]",
     "test_uneven[4]",
+    "test_marked[2-b]",
+    "test_marked[3-b]",
 ]
 
 
@@ -87,7 +97,8 @@ def test_a_file_is_extensive_but_for_what_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tiers, "FILES", {"test_tool.py": ("a tool", ("test_plain", "a"))})
     (tmp_path / "test_tool.py").write_text(TESTS)
     (tmp_path / "test_other.py").write_text("def test_other(): pass\n")
-    assert sorted(collected(tmp_path)) == ["test_letters[a]", "test_other", "test_plain", "test_uneven[3]"]
+    names = ["test_letters[a]", "test_marked[3-a]", "test_other", "test_plain", "test_uneven[3]"]
+    assert sorted(collected(tmp_path)) == names
 
 
 def test_rows_that_show_values_are_few_of_those_that_show_pairs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ logs=$PWD/build/guard
 rm -rf "$logs"
 mkdir -p "$logs"
 "${CC:-cc}" -O2 -g -fPIC -shared -o "$logs/guard.so" tools/guard.c -ldl -lpthread
-[ $# -gt 0 ] || set -- tests/engine/comm/test_collectives.py tests/engine/test_behaviour.py tests/memory
+[ $# -gt 0 ] || set -- tests/engine/comm/test_collectives.py tests/engine/test_behaviour.py tests/engine/memory
 
 status=0
 LD_PRELOAD="$logs/guard.so" GUARD_LOG="$logs/log" PYTHONMALLOC=malloc OMP_NUM_THREADS=1 \

@@ -1,9 +1,9 @@
 """Shares of the tests that use the public API or the command line alone, names behind doors, and private names.
 
 ``python tools/test_shares.py`` reads ``tests/``. Each test function counts once, by the worst that it does itself or
-that functions and fixtures of its file do for it: *private* if it reads an attribute of ours that begins with an
-underscore or replaces one of the package, *internal* if it uses a name that it imports from behind a room's door, and
-*public* otherwise. ``--files`` lists the files with most private tests.
+that functions and fixtures of its file do for it: *private* if it reads an attribute with an underscore that the
+package defines, or replaces one of the package, *internal* if it uses a name that it imports from behind a room's door,
+and *public* otherwise. ``--files`` lists the files with most private tests.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ PUBLIC = {
     "shardwright.train.extend",
     "shardwright.cli",
 }
-#: Attributes with an underscore that are torch's or Python's.
+#: Names with an underscore of torch, transformers and Python that the package sets or has, too.
 FOREIGN = {
     "_local_tensor", "_spec", "_parameters", "_buffers", "_modules", "_version", "_base", "_schema", "_replace",
-    "_asdict",
-    "_fields", "_C", "_grad", "_make",
+    "_asdict", "_fields", "_C", "_grad", "_make", "_cdata", "_exit", "_forward_hooks", "_forward_pre_hooks",
+    "_fsdp_param_group", "_get_fsdp_state", "_attn_implementation",
+    "_fsdp_param_groups", "_fsdp_units", "_is_root", "_lazy_init",
 }  # fmt: skip
 KINDS = ("public", "internal", "private")
 
@@ -54,8 +55,26 @@ def doors() -> set[str]:
     return packages | PUBLIC
 
 
-def tests_of(path: Path, public: set[str]) -> Iterator[Test]:
-    """Yield the tests of a file with what they do."""
+def private_names() -> set[str]:
+    """Return the names with one underscore in front that the package defines, in whatever class or module."""
+    found: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")} - FOREIGN
+
+
+def tests_of(path: Path, public: set[str], private: set[str]) -> Iterator[Test]:
+    """Yield the tests of a file with what they do.
+
+    Args:
+        path: the file.
+        public: modules whose names are public.
+        private: names of attributes that are the package's own.
+    """
     tree = ast.parse(path.read_text())
     imported = {
         alias.asname or alias.name.partition(".")[0]: (node.module or "")
@@ -65,18 +84,17 @@ def tests_of(path: Path, public: set[str]) -> Iterator[Test]:
     }
     ours = {name: module for name, module in imported.items() if module.partition(".")[0] == "shardwright"}
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    kinds = {name: _own_kind(node, ours, public) for name, node in functions.items()}
+    kinds = {name: _own_kind(node, ours, public, private) for name, node in functions.items()}
     for name in functions:
         if name.startswith("test_"):
             yield Test(path, name, max(kinds[each] for each in _reached(name, functions)))
 
 
-def _own_kind(function: ast.FunctionDef, ours: dict[str, str], public: set[str]) -> int:
+def _own_kind(function: ast.FunctionDef, ours: dict[str, str], public: set[str], private: set[str]) -> int:
     kind = 0
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute):
-            name = node.attr
-            if name.startswith("_") and not name.startswith("__") and name not in FOREIGN:
+            if node.attr in private:
                 return 2
         elif isinstance(node, ast.Call) and _replaces_ours(node, ours):
             return 2
@@ -117,8 +135,8 @@ def main() -> int:
         "--files", type=int, default=0, metavar="N", help="list N files with most private tests"
     )
     options = parser.parse_args()
-    public = doors()
-    tests = [test for path in sorted(TESTS.rglob("test_*.py")) for test in tests_of(path, public)]
+    public, private = doors(), private_names()
+    tests = [test for path in sorted(TESTS.rglob("test_*.py")) for test in tests_of(path, public, private)]
     rooms = sorted({test.file.relative_to(TESTS).parts[0] for test in tests})
     for room in (*rooms, "all"):
         counts = Counter(
@@ -126,8 +144,8 @@ def main() -> int:
         )
         shares = "  ".join(f"{KINDS[kind]} {counts[kind] / counts.total():4.0%}" for kind in range(3))
         print(f"{counts.total():5} tests  {shares}  {room}")
-    private = Counter(test.file for test in tests if test.kind == 2)
-    for file, count in private.most_common(options.files):
+    files = Counter(test.file for test in tests if test.kind == 2)
+    for file, count in files.most_common(options.files):
         print(f"  {count:3} private tests in {file.relative_to(ROOT)}")
     return 0
 

@@ -13,7 +13,7 @@ set -eu
 cd "$(dirname "$0")/.."
 
 # What touches torch's private names, its DTensor and its collectives; strategies, memory, checkpoints and the trainer.
-PART="tests/comm tests/layout tests/memory tests/checkpoint
+PART="tests/engine/comm tests/engine/layout tests/engine/memory tests/checkpoint
     tests/engine/test_arguments.py tests/engine/test_behaviour.py tests/engine/test_edits.py
     tests/engine/test_limits.py tests/engine/test_memory.py tests/engine/test_offload.py
     tests/engine/test_precision.py tests/engine/test_ragged_tensor.py tests/engine/test_schedule.py

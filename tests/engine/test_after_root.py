@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.models import full
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank, seed_all
 
 pytestmark = pytest.mark.skipif(not subclasses_dispatch, reason="torch's own DTensor computes there")

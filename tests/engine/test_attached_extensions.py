@@ -16,9 +16,9 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.bfloat16_gathers import post_all_gather, pre_all_gather
 from tests.engine.kit.models import full
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank, world_mesh
 
 Calls = list[str]

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.engine import UNIT
-from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.averaged import backward, check_gradients, expected_gradients
 from tests.engine.kit.models import Model, Reference, build, full, loss_of, shard, tokens
 from tests.engine.kit.observing import observe
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank, world_mesh
 
 pytestmark = pytest.mark.central("shards that differ in size", ranks=3)

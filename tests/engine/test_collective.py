@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from shardwright.common.errors import Damaged, SharedError
+from shardwright.checkpoint import Damaged
+from shardwright.common.errors import SharedError
 from shardwright.engine import OtherRankFailed, RankGroup, ranks_in_words
 from tests.support import multirank, world_mesh
 

@@ -136,9 +136,7 @@ def check_hold(rank: int, world_size: int, hold: str, wrapped: bool) -> None:
             )
 
 
-@pytest.mark.extensive(
-    "every way to hold with both kinds", but=["False-zero3-*", "True-element-*", "False-ddp-*"]
-)
+@pytest.mark.extensive("every way to hold with both kinds", but=("False-zero3-*", "True-element-*"))
 @multirank(2)
 @pytest.mark.parametrize("hold", [name for name, (shape, *_) in HOLDS.items() if len(shape) == 1])
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -146,6 +144,7 @@ def test_held_gradients_are_dropped(rank: int, world_size: int, hold: str, wrapp
     check_hold(rank, world_size, hold, wrapped)
 
 
+@pytest.mark.extensive("each way to hold", but=("hsdp-4ranks",))
 @pytest.mark.central("two axes need four ranks", ranks=4)
 @multirank(4)
 @pytest.mark.parametrize("hold", [name for name, (shape, *_) in HOLDS.items() if len(shape) == 2])

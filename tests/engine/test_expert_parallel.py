@@ -189,6 +189,7 @@ class MoE(nn.Module):
         return self.outer(self.experts(self.inner(x)))
 
 
+@pytest.mark.extensive("each layout", but=("4-unit-per_parameter-*", "2-result-row-*"))
 @multirank(4)
 @pytest.mark.parametrize(
     ("experts", "how", "layout"),

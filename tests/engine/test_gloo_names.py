@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
-from shardwright.engine.compat.dtensor import subclasses_dispatch
 from shardwright.engine.tensors.gathering import full_of, gathers_plainly
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank, world_mesh
 
 #: In gloo's own words ALLGATHER_COALESCED, ALLREDUCE_COALESCED, _REDUCE_SCATTER_BASE, _ALLREDUCE_SPARSE.

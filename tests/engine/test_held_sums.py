@@ -113,6 +113,7 @@ class Factors(nn.Module):
         return sum((p * factors[name].to(p.dtype)).sum().double() for name, p in self.named_parameters())  # type: ignore[return-value]
 
 
+@pytest.mark.extensive("each strategy with each layout", but=("zero3-ragged-*", "ddp-per_parameter-*"))
 @multirank(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])

@@ -38,7 +38,7 @@ def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
 
 
 @multirank(2, timeout=120.0)
-@pytest.mark.extensive("each optimizer and way", but=["sgd-plain-all-zero3-*", "adamw-wrapped-one-ddp-*"])
+@pytest.mark.extensive("each optimizer and way", but=("sgd-plain-all-zero3-*",))
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 @pytest.mark.parametrize("who", ["all", "one"])
 @pytest.mark.parametrize("way", ["plain", "wrapped"])

@@ -163,6 +163,9 @@ def bits_to_have(on: On, accumulation: str, rank: int) -> dict[str, torch.Tensor
     return bits_after_training(on, "per_parameter", accumulation, rank)
 
 
+@pytest.mark.extensive(
+    "each strategy on one and two axes", but=("zero3@2-*", "ddp@1x2-*", "zero2@1x2-*", "zero1@2x1-*")
+)
 @on_meshes(
     select(itertools.product(TWO_RANKS, ACCUMULATIONS), lambda row, strength: row[0].shows(strength, row[1]))
 )

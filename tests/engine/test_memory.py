@@ -492,6 +492,9 @@ STEPPERS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
+@pytest.mark.extensive(
+    "each stepper of each strategy", but=("zero3-*-2ranks", "ddp-torch-2ranks", "zero1-in backward-2ranks")
+)
 @multirank(1, 2)
 @pytest.mark.parametrize("stepper", STEPPERS)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])

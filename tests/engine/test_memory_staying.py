@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.engine.extend import memories
+from shardwright.extend import memories
 from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens
 from tests.support import multirank
 

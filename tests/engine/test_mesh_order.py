@@ -84,7 +84,6 @@ def test_each_order_of_one_dimension_trains_as_the_plain_model(
                 trains(grid, rank, world_size, layout=layout, strategy=strategy_of(stages))
 
 
-@pytest.mark.central("two dimensions need four ranks", ranks=4)
 @multirank(4, timeout=120)
 @pytest.mark.parametrize(
     "grids",

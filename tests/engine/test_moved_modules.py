@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
 import shardwright as sw
-from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.models import full
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank
 
 

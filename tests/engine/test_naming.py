@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.compat.dtensor import subclasses_dispatch
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank, world_mesh
 
 #: What needs whole rows or columns, as quantising in place does.

@@ -20,8 +20,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright as sw
-from shardwright.engine.compat.dtensor import subclasses_dispatch
 from shardwright.engine.tensors.numbers import reading
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank, world_mesh
 
 pytestmark = pytest.mark.skipif(not subclasses_dispatch, reason="torch asks no subclass of DTensor")

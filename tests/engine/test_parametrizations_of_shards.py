@@ -121,6 +121,7 @@ def linear(layout: str, strategy: str) -> tuple[nn.Linear, Any]:
     return plain, sw.fully_shard(model, mesh=world_mesh(2), layout=layout, strategy=strategy)
 
 
+@pytest.mark.extensive("each layout with each strategy", but=("per_parameter-zero3-*", "ragged-ddp-*"))
 @multirank(2)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 @pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
@@ -143,6 +144,7 @@ def test_operations_of_a_right_inverse(rank: int, world_size: int, layout: str, 
     assert not wrong, wrong
 
 
+@pytest.mark.extensive("each layout with each strategy", but=("ragged-zero3-*", "per_parameter-ddp-*"))
 @multirank(2)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 @pytest.mark.parametrize("layout", ["per_parameter", "ragged"])

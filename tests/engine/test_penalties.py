@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.models import full
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank, world_mesh
 
 needs_subclasses = pytest.mark.skipif(
@@ -217,6 +217,7 @@ JOINED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Ten
 }
 
 
+@pytest.mark.extensive("each layout", but=("per_parameter-2ranks",))
 @needs_subclasses
 @multirank(2, 3)
 @pytest.mark.parametrize("setting", ["per_parameter", "ragged", "ddp"])
@@ -265,7 +266,7 @@ def test_penalties_are_divided_as_other_gradients(rank: int, world_size: int, se
             check(found, expected, f"{setting}, {factors}, {warm}, grad")
 
 
-@pytest.mark.extensive("each layout", but=("zero1-2ranks", "ragged-2ranks"))
+@pytest.mark.extensive("each layout", but=("ragged-2ranks",))
 @needs_subclasses
 @multirank(2)
 @pytest.mark.parametrize("setting", SETTINGS)

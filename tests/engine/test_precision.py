@@ -253,7 +253,7 @@ def test_held_sums_in_float32_lose_nothing(
 
 
 @pytest.mark.central("outer gathers need two axes", ranks=4)
-@pytest.mark.extensive("each number of ranks", but=("dynamic-1ranks",))
+@pytest.mark.extensive("each number of ranks", but=("dynamic-1ranks", "dynamic-4ranks"))
 @multirank(1, 2, 3, 4)
 @pytest.mark.parametrize("memory", ["dynamic", "arena"])
 def test_evaluation_in_full_precision(rank: int, world_size: int, memory: str) -> None:

@@ -14,9 +14,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import shardwright as sw
 from shardwright.engine import as_sharded
 from shardwright.engine.compat.autograd import gradient_hooks
-from shardwright.engine.compat.dtensor import subclasses_dispatch
 from shardwright.engine.tensors.parameter import become
 from tests.engine.kit.models import full
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank, world_mesh
 
 PENALTIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardwright as sw
-from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.models import full
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank, world_mesh
 
 

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.engine.comm import Communicator
-from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.models import Model, build, loss_of, tokens
 from tests.engine.kit.places import On, on, on_meshes
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.engine.kit.training import (
     UNITS,
     backward,

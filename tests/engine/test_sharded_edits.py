@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.edits import average, check_same, data, loss_of, mlp, outcome, step_both, twins
 from tests.engine.kit.models import full
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank
 
 # -- edits of sharded parameters -----------------------------------------------------------------------------
@@ -242,6 +242,7 @@ DOUBLINGS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
+@pytest.mark.extensive("each way to keep a copy", but=("zero2-2ranks", "not resharded ragged-2ranks"))
 @multirank(2)
 @pytest.mark.parametrize("kept", KEPT)
 def test_edits_are_seen_while_a_copy_is_kept(rank: int, world_size: int, kept: str) -> None:

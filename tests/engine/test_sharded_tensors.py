@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.compat.dtensor import subclasses_dispatch
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank, world_mesh
 
 

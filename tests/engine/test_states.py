@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine import digest
-from shardwright.engine.extend import ExtensionError, NamedLayout
+from shardwright.extend import ExtensionError, NamedLayout
 from tests.engine.kit.models import Model, build, full
 from tests.engine.kit.places import On, on, on_meshes
 from tests.support import multirank, world_mesh

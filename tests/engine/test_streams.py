@@ -219,6 +219,7 @@ def test_weights_in_place_wait_for_the_optimizer_s_event(on: On) -> None:
     run(Case(on, event="optimizer on a stream")).check()
 
 
+@pytest.mark.extensive("each number of ranks", but=("*-2",))
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("left", ["a gather", "a backward"])
 def test_a_model_may_go_with_a_collective_under_way(left: str, ranks: int) -> None:

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.engine import RaggedTensor
-from shardwright.engine.compat.dtensor import subclasses_dispatch
 from tests.engine.kit.models import Model, build, full, loss_of
 from tests.engine.kit.tensor_parallel import (
     LAYOUTS,
@@ -31,6 +30,7 @@ from tests.engine.kit.tensor_parallel import (
     shard,
     tokens,
 )
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank
 
 ODD_SHAPES: list[tuple[Shape, Placement]] = [
@@ -65,6 +65,7 @@ class Odd(nn.Module):
         return total
 
 
+@pytest.mark.extensive("each layout on each mesh", but=("(2, 2)-per_parameter-*", "(1, 4)-element-*"))
 @multirank(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=str)

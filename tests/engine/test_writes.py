@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardwright as sw
-from shardwright.engine.compat.dtensor import subclasses_dispatch
 from shardwright.engine.tensors.rows.tensor import ShardedTensor
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.support import multirank, world_mesh
 
 pytestmark = pytest.mark.skipif(not subclasses_dispatch, reason="torch asks no subclass of DTensor")

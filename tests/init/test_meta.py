@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.compat.dtensor import subclasses_dispatch
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.init.models import assert_same, full, tensors_of
 from tests.support import multirank
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright as sw
-from shardwright.checkpoint import boxes_of, tensors_of as held_by
+from shardwright.checkpoint import tensors_of as held_by
 from tests.init.models import assert_built_alike, tensors_of
 from tests.init.random_models import SHARDINGS, Described, descriptions
 from tests.support import CaseFailed, WorkerPools, world_mesh
@@ -79,7 +79,7 @@ def test_the_part_of_one_rank(model: Described) -> None:
             value = wanted[name]
             assert (held.tensor.shape, held.tensor.dtype) == (value.shape, value.dtype), name
             assert held.tensor.requires_grad == value.requires_grad, name
-            for offsets, local in boxes_of(held):
+            for offsets, local in held.boxes():
                 box = tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))
                 assert torch.equal(local, value[box]), name
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwright as sw
-from shardwright.engine.compat.dtensor import subclasses_dispatch
+from tests.engine.kit.torch_versions import subclasses_dispatch
 from tests.init.models import assert_same, full
 from tests.support import multirank
 

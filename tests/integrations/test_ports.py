@@ -109,6 +109,7 @@ def printed(source: str, name: str) -> list[str]:
     return output.getvalue().splitlines()
 
 
+@pytest.mark.extensive("a program of each library", but=("ddp-*", "torchtitan-*"))
 @multirank(2)
 @pytest.mark.parametrize("port", PLAIN)
 def test_losses_of_plain_loops_stay(rank: int, world_size: int, port: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.cli.program import main
+from shardwright.cli import main
 from shardwright.planner import Residual, accuracy
 from shardwright.train.launch import forecast
 from shardwright.train.run.folder import RunFolder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -227,14 +228,25 @@ def test_a_piece_that_is_there_once_is_repeated(first: int) -> None:
     assert program is not None and plain(program) == plain(written(PERIOD, WANTED))
 
 
-def test_repetitions_that_differ_by_no_line_give_no_program() -> None:
-    """The layers before and behind the added one say different laws."""
-    programs = written(SIMPLE, LEAST), written(SIMPLE, LEAST + 1)
-    for program in programs:
-        last = max(i for i, each in enumerate(program.owners) if each.unit)
-        program.owners[last] = program.owners[last]._replace(unit="layers.99.w0")
-    composed = compose(programs, LEAST, WANTED, EDGE)
-    assert composed is None or plain(composed) != plain(written(SIMPLE, WANTED))
+@pytest.mark.parametrize("rule", ["a line", "a square"])
+def test_repetitions_that_differ_by_no_line_give_no_program(rule: str) -> None:
+    """With squares the layers before and behind the added one say different laws. A line has one."""
+
+    def numbered(layers: int) -> Program:
+        """Its units have a second number."""
+        program = written(SIMPLE, layers)
+        for i, owner in enumerate(program.owners):
+            if found := re.fullmatch(r"layers\.(\d+)\.w0", owner.unit):
+                n = int(found[1])
+                number = 5 * n if rule == "a line" else n * n
+                program.owners[i] = owner._replace(unit=f"layers.{n}.w{number}")
+        return program
+
+    composed = compose((numbered(LEAST), numbered(LEAST + 1)), LEAST, WANTED, EDGE)
+    if rule == "a line":
+        assert composed is not None and plain(composed) == plain(numbered(WANTED))
+    else:
+        assert composed is None
 
 
 def test_programs_without_layers_give_no_program() -> None:

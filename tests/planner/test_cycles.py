@@ -6,6 +6,7 @@ import gc
 import weakref
 
 from shardwright.planner import one_collection, search_all
+from tests.support import multirank
 
 
 class _Cycle:
@@ -13,9 +14,14 @@ class _Cycle:
         self.own = self
 
 
-def test_cycles_of_one_context_are_gone_after_it_and_the_first_ones_objects_are_not_searched_again() -> None:
+@multirank(
+    1
+)  # in another process, because what is frozen stays frozen in that of the tests (tests/conftest.py)
+def test_cycles_of_one_context_are_gone_after_it_and_the_first_ones_objects_are_not_searched_again(
+    rank: int, world_size: int
+) -> None:
     seen: list[weakref.ref[_Cycle]] = []
-    frozen = gc.get_freeze_count()  # what the tests froze before
+    frozen = gc.get_freeze_count()  # what the worker froze before
     gc.unfreeze()
     try:
         for _ in range(2):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.common.json_text import strict_json
 from shardwright.planner import (
     GIB,
     Alloc,
@@ -21,7 +22,7 @@ from shardwright.planner import (
     Phase,
     Program,
     Rules,
-    as_json,
+    as_values,
     judge,
     known_devices,
     parse_devices,
@@ -66,7 +67,7 @@ def test_answers(gib: float, answer: str, status: int) -> None:
     assert all(len(line) < 120 for line in lines)
     assert lines[-1] == "peak     forward: mm float32 [2], model.py:3"
     assert ("are missing" in lines[0]) == (status == 3)
-    figures = json.loads(as_json(verdict))
+    figures = json.loads(strict_json(as_values(verdict)))
     assert figures["fits"] == answer
     assert figures["exact"]["parameters"] == 10 * GIB
     assert sum(figures["exact"].values()) + sum(figures["traced"].values()) == figures["live_bytes"]
@@ -110,7 +111,7 @@ def test_a_full_device_gives_its_cache_back() -> None:
         "PyTorch's allocator empties its cache once, and not in later steps; the host waits for the GPU each time"
     )
     assert all(len(line) < 120 for line in lines)
-    figures = json.loads(as_json(verdict))
+    figures = json.loads(strict_json(as_values(verdict)))
     assert (figures["reserved_bytes"], figures["unlimited_reserved_bytes"]) == (55 * GIB, 95 * GIB)
     assert (figures["retries"], figures["retries_each_step"]) == (1, 0)
 
@@ -219,7 +220,7 @@ def test_the_verdict_takes_the_largest_phase() -> None:
     assert verdict.parts == {
         "step": (11 * GIB, 0), "validation": (13 * GIB, 0), "save": (10 * GIB + 9, 5 * GIB),
     }  # fmt: skip
-    figures = json.loads(as_json(verdict))
+    figures = json.loads(strict_json(as_values(verdict)))
     assert figures["phases"]["save"] == {"live_bytes": 10 * GIB + 9, "host_bytes": 5 * GIB}
     assert str(verdict).splitlines()[-3:] == [
         "phases   step 11.00, validation 13.00, save 10.00 GiB live at most",
@@ -249,7 +250,7 @@ def test_the_ranks_of_a_node_share_the_memory_of_its_host(gib: float, ranks: int
     assert verdict.host_need == min(ranks, 8) * int((gib + 3) * GIB)
     lines = str(verdict).splitlines()
     assert ("GiB of the host's memory are missing" in lines[0]) == (answer == "no")
-    assert json.loads(as_json(verdict))["host_need_bytes"] == verdict.host_need
+    assert json.loads(strict_json(as_values(verdict)))["host_need_bytes"] == verdict.host_need
 
 
 def test_the_memory_of_a_host_is_in_the_file_of_its_device(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ A test is in both tiers unless one of these leaves it to `make test-all`, each w
 - A case on 3 or 4 ranks of a test that also runs on 1 or 2.
 - A row of a matrix that only shows a new pair of values, and no new value (tests/support/matrix.py).
 
-``@pytest.mark.central("reason")`` keeps a test that a rule leaves out; with ``ranks=3`` its cases on three ranks.
+``@pytest.mark.central("reason")`` keeps a test that a rule leaves out; with ``ranks=3`` its cases on three ranks. It
+does not keep what a mark `extensive` leaves out.
 A run that names files or tests runs all of them, and so does ``--tier all``.
 """
 
@@ -27,14 +28,14 @@ TESTS = Path(__file__).parents[1]
 FILES: dict[str, tuple[str, tuple[str, ...]]] = {
     "engine/test_sim.py": (
         "on the simulated device every pair, event and wait takes minutes",
-        ("test_training_on_one_*", "test_training_on_two_ranks_*", "test_hooks_*", "test_deferred_*",
+        ("test_training_on_two_ranks_*", "test_hooks_*", "test_deferred_*",
          "test_on_one_rank_*", "plain-2ranks", "none-2ranks", "none-False-2ranks",
          "weights are read too soon-2ranks", "gradients are read too soon-2ranks"),
     ),
     "engine/test_sim_graphs.py": (
         "on the simulated device every event and wait takes minutes",
-        ("test_a_graph_on_one_*", "test_a_capture_*", "test_a_replay_*", "none-2ranks", "multiplied-2ranks",
-         "loaded-2ranks", "weights are read too soon, in a graph-2ranks"),
+        ("test_a_graph_on_one_*", "test_a_capture_*", "test_a_replay_*", "none-2ranks", "loaded-2ranks",
+         "weights are read too soon, in a graph-2ranks"),
     ),
     "test_gpu_failures.py": (
         "a tool: each fault is a process",
@@ -46,7 +47,7 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "test_gpu_benchmark.py": (
         "a benchmark",
-        ("test_[!ir]*", "test_rows_are_chosen_*", "test_it_needs_only_torch"),
+        ("test_[!ir]*", "test_rows_are_chosen_*"),
     ),
 }  # fmt: skip
 
@@ -99,9 +100,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def reasons(item: pytest.Item, small: set[Any]) -> Iterator[str]:
     """Why `make test` leaves a test out; none: it runs it. ``small`` are the functions with cases on 1 or 2 ranks."""
     ranks, marks = ranks_of(item), [*item.iter_markers("extensive")]
+    yield from (mark.args[0] for mark in marks if not is_like(item, mark.kwargs.get("but", ())))
     if any(mark.kwargs.get("ranks") in (None, ranks) for mark in item.iter_markers("central")):
         return
-    yield from (mark.args[0] for mark in marks if not is_like(item, mark.kwargs.get("but", ())))
     if ranks in (3, 4) and function_of(item) in small:
         yield "the test also runs on fewer ranks"
     reason, but = FILES.get(Path(os.path.relpath(item.path, TESTS)).as_posix(), ("", ()))

@@ -44,7 +44,7 @@ def hosts(scenario: Scenario) -> list[list[int]]:
 
 @pytest.mark.extensive(
     "each way of hanging waits for a timeout",
-    but=("stopped in backward", "endless loop", "interpreter held", "left the loop", "sleep on another host"),
+    but=("stopped in backward", "interpreter held", "left the loop", "sleep on another host"),
 )
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_hang_names_the_rank_and_its_place(results: dict[str, Any], name: str) -> None:

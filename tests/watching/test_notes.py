@@ -13,7 +13,7 @@ from torch._C import _distributed_c10d
 import shardwright
 from shardwright.engine import heartbeat
 from shardwright.engine.compat import flight_entries
-from shardwright.watching import HeartbeatReader, flights
+from shardwright.watching import HeartbeatReader, evidence
 
 PACKAGE = Path(shardwright.__file__).parent
 COLLECTIVES = {
@@ -26,7 +26,7 @@ EXCEPTIONS = {
     "cli/doctor/links.py": ("no job runs: processes of a measurement, which have a limit", 4),
     "engine/comm/gradient_hooks.py": ("the caller notes them", 3),
     "engine/comm/memory.py": ("once, on a GPU, where the engine is built", 1),
-    "planner/tracing/collective_times.py": ("measurements, which no run waits for", 1),
+    "planner/tracing/timing.py": ("measurements, which no run waits for", 1),
     "train/planning/measuring.py": ("measurements, which no run waits for", 1),
     "context/rows.py": ("noted outside of compiled graphs, which cannot write", 1),
 }
@@ -57,8 +57,8 @@ def test_a_record_of_another_form_does_not_end_the_thread_that_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beat = heartbeat.open_heartbeat(0, 1, tmp_path)
-    monkeypatch.setattr(flights, "flight_entries", lambda: [{"process_group": []}])
-    flights.note_flights(beat)
+    monkeypatch.setattr(evidence, "flight_entries", lambda: [{"process_group": []}])
+    evidence.note_flights(beat)
     assert HeartbeatReader(beat).look().flights == ()
     heartbeat.close_heartbeat()
 

@@ -14,17 +14,26 @@ from shardwright.common.doors import door
 
 if TYPE_CHECKING:
     from shardwright.activations.causal_lm import chunk_causal_lm_loss as chunk_causal_lm_loss
+    from shardwright.activations.checkpointing import (
+        checkpoint_blocks as checkpoint_blocks,
+        compile_blocks as compile_blocks,
+    )
     from shardwright.activations.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from shardwright.activations.offload import offload_activations as offload_activations
+    from shardwright.activations.token_loss import (
+        TokenLoss as TokenLoss,
+        cross_entropy as cross_entropy,
+        losses_of_tokens as losses_of_tokens,
+        z_loss as z_loss,
+    )
 
 # For other rooms of the package.
 if TYPE_CHECKING:
-    from shardwright.activations.checkpointing import SELECTIVE, checkpoint_blocks, compile_blocks
+    from shardwright.activations.checkpointing import SELECTIVE
     from shardwright.activations.deferred_logits import DeferredLogits, LossInForward
     from shardwright.activations.head_call import piece_of_call
     from shardwright.activations.host_pool import HostMemoryError, HostPool, rounded
     from shardwright.activations.offload import SMALLEST
-    from shardwright.activations.token_loss import TokenLoss, cross_entropy, losses_of_tokens, z_loss
 
 if not TYPE_CHECKING:
     __all__, __getattr__, __dir__ = door(__spec__)

@@ -57,8 +57,8 @@ def chunk_causal_lm_loss(model: M, *, chunks: int | str = "auto") -> M:
 
 
 def _owner_of_loss(model: nn.Module) -> nn.Module | None:
-    """The module whose forward calls ``loss_function``: the model, or the one to which a wrapper passes the name on, as
-    a ``PeftModel`` does. A name that a wrapper got would not reach that forward."""
+    """Return the module whose forward calls ``loss_function``: the model, or the one to which a wrapper passes the name
+    on, as a ``PeftModel`` does. A name that a wrapper got would not reach that forward."""
     if not hasattr(model, "loss_function"):
         return None
     return next(
@@ -68,7 +68,7 @@ def _owner_of_loss(model: nn.Module) -> nn.Module | None:
 
 
 def _head_of(model: nn.Module) -> nn.Module | None:
-    """The module that makes logits. An adapter may take its place at any time."""
+    """Return the module that makes logits. An adapter may take its place at any time."""
     output_layer: Any = getattr(model, "get_output_embeddings", None)
     head = output_layer() if output_layer is not None else None
     return head if isinstance(head, nn.Module) else None
@@ -107,7 +107,7 @@ class _LossInChunks:
         return type(output)(**{name: each for name, each in output.items() if name != "logits"})
 
     def loss(self, logits: Any, labels: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of whole logits, or of a record of them."""
+        """Return the loss of whole logits, or of a record of them."""
         if isinstance(logits, DeferredLogits):
             self._recording.close()  # the loss calls the head
             return _loss(logits, labels, *args, **kwargs)
@@ -115,7 +115,7 @@ class _LossInChunks:
 
 
 def _labels(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument ``labels`` of a call, by name or by position."""
+    """Return the argument ``labels`` of a call, by name or by position."""
     if "labels" in kwargs or not args:
         return kwargs.get("labels")
     return dict(zip(inspect.signature(forward).parameters, args, strict=False)).get("labels")
@@ -130,7 +130,7 @@ def _loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """The value of ``ForCausalLMLoss``, with its arguments: each token predicts the next one."""
+    """Return the value of ``ForCausalLMLoss``, with its arguments: each token predicts the next one."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.to(logits.hidden.device)

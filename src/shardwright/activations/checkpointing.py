@@ -88,7 +88,7 @@ class _Policy:
     A kept result that the block changes in place, as models with `logits.mul_()` or `states.clamp_()` do, no longer has
     the value that backward would take for the operation's result. Such a result is let go and computed again.
 
-    Of so many matrix products as ``every`` one is kept. Forward and recomputation run the same products in one order.
+    One of ``every`` matrix products is kept. Forward and recomputation run the same products in the same order.
     """
 
     #: The kept results. Not the mode that has them: it refers to this object, and a circle would live until Python

@@ -40,7 +40,7 @@ def chunked_cross_entropy(
     ignore_index: int = -100,
     loss: TokenLoss = cross_entropy,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of ``head(hidden)``, without all logits in memory at once.
+    """Compute the cross-entropy of ``head(hidden)`` without all logits in memory at once.
 
         loss_sum, losses = sw.chunked_cross_entropy(hidden, model.lm_head, targets)
         (loss_sum / number_of_tokens).backward()
@@ -94,7 +94,10 @@ class ChunkedLoss(NamedTuple):
     loss: TokenLoss = cross_entropy
 
     def of(self, hidden: Tensor, prepared: bool = False) -> tuple[Tensor, Tensor]:
-        """The sum and the losses. ``prepared``: the head's hooks that prepare its input have run on ``hidden``."""
+        """Return the sum and the losses.
+
+        ``prepared``: the head's hooks that prepare its input have run on ``hidden``.
+        """
         self._check(hidden)
         head: nn.Module = getattr(self.head, "_orig_mod", self.head)  # of torch.compile
         loss_sum, losses = call_once(head, hidden, self._replace(head=head).compute, prepared)
@@ -121,7 +124,7 @@ class ChunkedLoss(NamedTuple):
             )
 
     def compute(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum, and the losses of all tokens: float32 [T]. Called while the head's weights are there."""
+        """Return the sum, and the losses of all tokens: float32 [T]. Called while the head's weights are there."""
         parameters = [p for p in self.head.parameters() if p.requires_grad]
         if hidden.shape[:-1] != self.targets.shape:
             raise ValueError(
@@ -155,7 +158,7 @@ class ChunkedLoss(NamedTuple):
         weights_R: Tensor | None,
         held: HeldGradients | None,
     ) -> Tensor:
-        """The losses of some rows. Their logits are freed at the end."""
+        """Return the losses of some rows. Their logits are freed at the end."""
         if held is None:
             with computing_piece(start, rows.number):
                 return self._losses(rows.part(start, stop), targets_R)
@@ -175,7 +178,7 @@ class ChunkedLoss(NamedTuple):
         return losses_of_tokens(logits, targets_R, self.loss, self.ignore_index)
 
     def _bounds(self, rows: TokenRows, held: HeldGradients | None) -> list[int]:
-        """The first row of each chunk, and the number of all."""
+        """Return the first row of each chunk, and the number of all."""
         chunks = self.chunks
         if chunks == "auto":
             most = max(1, AUTO_BYTES // (4 * self._width(rows)))
@@ -184,7 +187,7 @@ class ChunkedLoss(NamedTuple):
         return [*range(0, rows.number, size), rows.number] if rows.number else [0, 0]
 
     def _width(self, rows: TokenRows) -> int:
-        """The number of logits of a row on the rank that has the most: all ranks make the same chunks."""
+        """Return the number of logits of a row on the rank that has the most: all ranks make the same chunks."""
         weight = getattr(self.head, "weight", None)
         if isinstance(self.head, nn.Linear) and isinstance(weight, Tensor):
             return _largest(weight, 0)
@@ -194,7 +197,7 @@ class ChunkedLoss(NamedTuple):
 
 
 def _largest(tensor: Tensor, dim: int) -> int:
-    """The size of a dimension on the rank that has the most of it, 1 or more."""
+    """Return the size of a dimension on the rank that has the most of it, 1 or more."""
     size = tensor.shape[dim]
     if isinstance(tensor, DTensor):
         for ranks, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):

@@ -34,7 +34,7 @@ Step = Callable[[Tensor], Tensor]
 
 
 class DeferredLogits(Tensor):
-    """Logits [..., V] of hidden states [..., D]. It has their shape and no values.
+    """A record of logits [..., V] of hidden states [..., D]. It has their shape and no values.
 
     Arithmetic with numbers, ``tanh``, casts, ``flatten`` of tokens and slices of tokens give another record. Everything
     else raises TypeError.
@@ -107,8 +107,10 @@ def _recorded(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _without_values(func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
-    """The result of a function that needs no values, such as the number of dimensions. None: it needs them, or makes
-    tensors, and the caller refuses it."""
+    """Return the result of a function that needs no values, such as the number of dimensions.
+
+    None: it needs them, or makes tensors, and the caller refuses it.
+    """
     try:
         with quick_attributes():
             result = func(*args, **kwargs)
@@ -119,7 +121,7 @@ def _without_values(func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
 
 
 def _cast(record: DeferredLogits, args: Any, kwargs: Any) -> DeferredLogits:
-    """``to``: the logits stay on their device."""
+    """Compute ``to`` for a record, whose logits stay on their device."""
     given = [*args, *kwargs.values()]
     dtypes = [
         each if isinstance(each, torch.dtype) else each.dtype
@@ -134,13 +136,13 @@ def _cast(record: DeferredLogits, args: Any, kwargs: Any) -> DeferredLogits:
 
 
 def _fits(other: Tensor, record: DeferredLogits) -> bool:
-    """Whether a tensor has one element, or one for each class."""
+    """Return whether a tensor has one element, or one for each class."""
     whole = other.numel() == 1 or (other.ndim > 0 and other.numel() == other.shape[-1] == record.shape[-1])
     return whole and not other.requires_grad
 
 
 def _after(record: DeferredLogits, function: Any, args: Any, kwargs: Any) -> DeferredLogits:
-    """The record after an operation on each logit."""
+    """Return the record after an operation on each logit."""
 
     def on(logits: Tensor, form: Callable[[Any], Any] = lambda each: each) -> Tensor:
         arguments = [logits if each is record else form(each) for each in args]
@@ -156,7 +158,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def _keeps_classes(name: str, args: Any, kwargs: Any, record: Tensor, result: Any) -> bool:
-    """Whether a change of shape is one of the tokens alone."""
+    """Return whether a change of shape is one of the tokens alone."""
     if not isinstance(result, Tensor) or not result.ndim or result.shape[-1] != record.shape[-1]:
         return False
     if name == "flatten":
@@ -215,7 +217,7 @@ class LossInForward:
 
     @contextmanager
     def computing(self, function: Callable[[Any], Any]) -> Iterator[None]:
-        """Inside the context the model returns ``function(returned)`` for what it would return."""
+        """Let the model return ``function(returned)`` inside this context, in place of ``returned``."""
         self._function = function
         try:
             yield

@@ -25,7 +25,7 @@ _FSDP2 = "torch.distributed.fsdp."
 
 @torch.compiler.disable
 def call_once(head: nn.Module, hidden: Tensor, work: Callable[[Tensor], Any], prepared: bool = False) -> Any:
-    """The result of ``work(hidden)``, called in the place of the head's forward.
+    """Return the result of ``work(hidden)``, called in the place of the head's forward.
 
     ``work`` may call the head as often as it likes: the weights are there, and no hook gathers or frees them. Its graph
     must not save the weights, since backward does not gather them for it. ``prepared``: hooks that prepare the input
@@ -71,7 +71,7 @@ def _call(head: nn.Module, hidden: Tensor, work: Callable[[Tensor], Any], prepar
 
 
 def prepare_once(head: nn.Module, run: Callable[[Tensor], Any]) -> AbstractContextManager[None]:
-    """Inside the context calls of the head return ``run(hidden)``. Hooks that prepare the input run, no others."""
+    """Let calls of the head return ``run(hidden)`` inside this context, after the hooks that prepare the input."""
     before = _those(head.__dict__[_BEFORE], _shards, False)
     return _attributes(head, {**_without_hooks(head), _BEFORE: before, "forward": run, _COMPILED: None})
 
@@ -87,7 +87,7 @@ _piece: Piece | None = None
 
 
 def piece_of_call() -> Piece | None:
-    """The rows that the head computes now; None: its whole input. A row is a token, in the order of the input.
+    """Return the rows that the head computes now, or None if it computes all. A row is a token, in the input's order.
 
     Random numbers that depend on a token's place, as those of dropout in an adapter, need it.
     """
@@ -96,7 +96,7 @@ def piece_of_call() -> Piece | None:
 
 @contextmanager
 def computing_piece(first: int, rows: int) -> Iterator[None]:
-    """Inside the context calls of the head have some of ``rows`` rows, from row ``first`` on."""
+    """Say that calls of the head inside this context have some of ``rows`` rows, from row ``first`` on."""
     global _piece
     before, _piece = _piece, Piece(first, rows)
     try:
@@ -110,7 +110,7 @@ def _without_hooks(head: nn.Module) -> dict[str, Any]:
 
 
 def _those(hooks: dict[int, Any], chosen: Callable[[Any], bool], yes: bool = True) -> dict[int, Any]:
-    """The hooks for which ``chosen`` is ``yes``."""
+    """Return the hooks for which ``chosen`` is ``yes``."""
     return OrderedDict((key, hook) for key, hook in hooks.items() if chosen(hook) is yes)
 
 
@@ -129,7 +129,7 @@ def _cast(dtype: torch.dtype, module: nn.Module, args: Any, logits: Tensor) -> T
 
 @contextmanager
 def _attributes(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
-    """Inside the context the module has these attributes; None: not this one."""
+    """Give the module these attributes inside this context. An attribute whose value is None is taken away."""
     attributes = module.__dict__
     before = {name: attributes.get(name) for name in values}
     _set(attributes, values)
@@ -148,13 +148,13 @@ def _set(attributes: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _shards(hook: Any) -> bool:
-    """Whether a hook gathers or frees weights."""
+    """Return whether a hook gathers or frees weights."""
     owner = _owner(hook)
     return isinstance(owner, Calls | ModuleState) or type(owner).__module__.startswith(_FSDP2)
 
 
 def _owner(hook: Any) -> Any:
-    """The object whose method a hook is; torch wraps it for a group of modules."""
+    """Return the object whose method a hook is; torch wraps it for a group of modules."""
     while hook is not None and not hasattr(hook, "__self__"):
         hook = getattr(hook, "__wrapped__", None)
     return getattr(hook, "__self__", None)

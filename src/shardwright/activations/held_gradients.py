@@ -73,7 +73,10 @@ class HeldGradients:
             self._aliases = []
 
     def place_of(self, alias: Tensor) -> int | None:
-        """The number of the sum that belongs to the alias of a matrix; None: to none, or autograd must add to it."""
+        """Return the number of the sum that belongs to the alias of a matrix.
+
+        None: no sum belongs to it, or autograd must add to it.
+        """
         plain = type(alias) in (Tensor, nn.Parameter) and alias.ndim == 2
         return next((i for i, each in enumerate(self._aliases) if each is alias), None) if plain else None
 
@@ -91,7 +94,8 @@ class HeldGradients:
         self._used[i] = True
 
     def leaves(self, hidden: Tensor) -> list[Tensor]:
-        """The tensors whose gradients are computed: the hidden states of a chunk, if needed, and the parameters."""
+        """Return the tensors whose gradients are computed: the hidden states of a chunk, if needed, and the
+        parameters."""
         return [*([hidden] if self.hidden is not None else []), *self._aliases]
 
     def add(self, start: int, stop: int, losses_R: Tensor, hidden: Tensor, factors_R: Tensor) -> None:
@@ -123,8 +127,10 @@ class HeldGradients:
                 self._used[i] = True
 
     def scaled(self, factor: Tensor, keep: bool) -> list[Tensor | None]:
-        """The gradients times ``factor``, of the hidden states, then of the parameters in their dtypes. Unless ``keep``
-        the held ones are freed."""
+        """Return the gradients times ``factor``, of the hidden states, then of the parameters in their dtypes.
+
+        Unless ``keep`` the held ones are freed.
+        """
         if not self._finish.alive:
             raise RuntimeError(
                 "Backward ran a second time through a chunked cross-entropy, whose gradients are freed after the first "
@@ -173,7 +179,7 @@ class _ProductsIntoSums(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """`linear`, whose backward adds the matrix's gradient to a sum and returns none."""
+    """The function `linear`, but its backward adds the matrix's gradient to a sum and returns none."""
 
     @staticmethod
     def forward(
@@ -205,7 +211,7 @@ _released: weakref.WeakKeyDictionary[nn.Module, list[Slab]] = weakref.WeakKeyDic
 
 
 def _lease(head: nn.Module, parameters: Sequence[Tensor]) -> tuple[Slab | None, list[Tensor]]:
-    """Memory for the sums of the gradients of these parameters, and its views."""
+    """Return memory for the sums of the gradients of these parameters, and its views."""
     if not parameters:
         return None, []
     locals_ = [local_of(p) if isinstance(p, DTensor) else p for p in parameters]
@@ -224,7 +230,7 @@ def _lease(head: nn.Module, parameters: Sequence[Tensor]) -> tuple[Slab | None, 
 
 
 def _owner(parameter: Tensor) -> Owner | None:
-    """The owner of the memory of the parameter's unit; None without a unit."""
+    """Return the owner of the memory of the parameter's unit; None without a unit."""
     sharded = parameter.__dict__.get(STANDS_FOR)
     unit = None if sharded is None else unit_of(sharded)
     return None if unit is None else unit.site.owner  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from shardwright.engine import Host
 
 
 class HostMemoryError(RuntimeError):
-    """Activations do not fit into the memory of the host that they may use."""
+    """Raised if activations do not fit into the memory of the host that they may use."""
 
 
 class HostPool:
@@ -33,7 +33,7 @@ class HostPool:
         self._of_graphs: set[int] = set()  #: addresses of buffers that graphs use: they must not move
 
     def take_all(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """A buffer for each number of bytes, or none and an error, see :meth:`take`."""
+        """Return a buffer for each number of bytes, or none and an error, see :meth:`take`."""
         buffers: list[torch.Tensor] = []
         try:
             for nbytes in sizes:
@@ -45,7 +45,7 @@ class HostPool:
         return buffers
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A buffer of so many bytes or more, until :meth:`give_back`.
+        """Return a buffer of at least this number of bytes, until :meth:`give_back`.
 
         Raises:
             HostMemoryError: the limit would be exceeded; or a graph is captured, while no memory may be allocated.
@@ -93,5 +93,5 @@ class HostPool:
 
 
 def rounded(nbytes: int) -> int:
-    """The size of the buffer for so many bytes."""
+    """Return the size of the buffer for a number of bytes."""
     return 1 << max(0, nbytes - 1).bit_length()

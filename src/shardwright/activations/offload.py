@@ -149,7 +149,7 @@ class ActivationOffload:
         return self._pool.nbytes if self._pool is not None else 0
 
     def run(self, weights: Weights, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A block's forward."""
+        """Return a block's forward."""
         inputs = [local_part(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         inputs = [t for t in inputs if _is_plain(t) and not t.is_meta]
         if not torch.is_grad_enabled() or not inputs or not takes_hooks_of_saved_tensors():
@@ -229,7 +229,7 @@ class ActivationOffload:
         self._leaving.clear()
 
     def in_copy(self, key: Key) -> StoredBytes | None:
-        """A storage that an earlier call has saved, and that the device still has."""
+        """Return a storage that an earlier call has saved, and that the device still has."""
         for copy in self._leaving:
             ref = copy.call.saved.get(key) if copy.call is not None else None
             if ref is not None and (storage := ref()) is not None:
@@ -239,7 +239,7 @@ class ActivationOffload:
     # -- backward
 
     def read(self, call: Call) -> None:
-        """Backward reads a storage of this call. At the first one fetch the storages of the call before it."""
+        """Note that backward reads a storage of this call. At the first one fetch those of the call before it."""
         if self._reading and self._reading[-1]() is call:
             return
         self._arrive()
@@ -346,11 +346,11 @@ class Call:
         self._device, self._weights, self._only = device, weights, only
 
     def live(self) -> list[StoredBytes]:
-        """The storages that somebody uses."""
+        """Return the storages that somebody uses."""
         return [storage for ref in self.saved.values() if (storage := ref()) is not None]
 
     def pack(self, tensor: Tensor) -> Any:
-        """A handle for a tensor that moves; the tensor itself if it stays."""
+        """Return a handle for a tensor that moves; the tensor itself if it stays."""
         tensor = tensor.detach()  # what is returned may not hold the argument, which holds the graph
         local = local_part(tensor)
         if not takes_hooks_of_saved_tensors() or not self._moves(local):
@@ -360,7 +360,7 @@ class Call:
         return SavedView(storage, local, tensor)
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor of a handle."""
+        """Return the tensor of a handle."""
         if not isinstance(packed, SavedView):
             return packed  # type: ignore[no-any-return]
         storage = packed.storage
@@ -452,7 +452,8 @@ class _KeptResult:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor of torch's or the engine's that is spread over ranks; other tensors as they are."""
+    """Return this rank's part of a tensor of torch's or the engine's that is spread over ranks; other tensors as they
+    are."""
     return getattr(tensor, "_local_tensor", tensor)
 
 

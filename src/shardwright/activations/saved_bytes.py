@@ -45,11 +45,11 @@ class StoredBytes:
         self._changed = False
 
     def note(self, tensor: Tensor) -> None:
-        """Autograd has saved this view of it."""
+        """Note that autograd has saved this view of it."""
         self._aliases.append((tensor, tensor._version))
 
     def was_changed(self) -> bool:
-        """Whether an operation has written to a saved view, while the device had it."""
+        """Return whether an operation has written to a saved view, while the device had it."""
         self._changed = self._changed or any(t._version != version for t, version in self._aliases)
         return self._changed
 
@@ -57,7 +57,7 @@ class StoredBytes:
         self.buffer, self._pool = buffer, pool
 
     def make_memory(self) -> None:
-        """New memory of the device with undefined content and the old alignment, on the current stream."""
+        """Take new memory of the device, with undefined content and the old alignment, on the current stream."""
         self.start %= _ALIGNMENT
         self.memory = torch.empty(
             self.start + self.nbytes, dtype=torch.uint8, device=self.device
@@ -70,7 +70,7 @@ class StoredBytes:
             self.memory = self.mark = None
 
     def view(self, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-        """A tensor over the device's memory, ``offset`` in bytes from the first byte that moves."""
+        """Return a tensor over the device's memory, ``offset`` in bytes from the first byte that moves."""
         assert self.memory is not None
         elements = (self.start + offset) // dtype.itemsize
         return torch.empty(0, dtype=dtype, device=self.device).set_(self.memory, elements, size, stride)
@@ -115,6 +115,6 @@ class SavedView:
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the number of bytes up to its last one."""
+    """Return the first byte of a tensor in its storage, and the number of bytes up to its last one."""
     last = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
     return int(tensor.storage_offset()) * tensor.element_size(), (last + 1) * tensor.element_size()

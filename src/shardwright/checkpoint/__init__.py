@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.format.index import UnknownVersion as UnknownVersion
     from shardwright.checkpoint.format.nested import nested as nested
     from shardwright.checkpoint.load.checkpoints import StoredForm as StoredForm
+    from shardwright.checkpoint.pretrained.files import FileTensor as FileTensor, open_stored as open_stored
     from shardwright.checkpoint.pretrained.key_maps import (
         Joined as Joined,
         KeyMap as KeyMap,
         Slice as Slice,
         Stacked as Stacked,
+        TensorSource as TensorSource,
         Transposed as Transposed,
     )
     from shardwright.checkpoint.pretrained.load_pretrained import (
@@ -37,16 +39,16 @@ if TYPE_CHECKING:
         load_pretrained as load_pretrained,
     )
     from shardwright.checkpoint.pretrained.save_pretrained import save_pretrained as save_pretrained
-    from shardwright.checkpoint.storage.housekeeping import (
+    from shardwright.checkpoint.storage.local_store import has_description as has_description
+    from shardwright.checkpoint.storage.locations import (
         check_writable as check_writable,
+        folder_or_url as folder_or_url,
         is_checkpoint as is_checkpoint,
         list_checkpoints as list_checkpoints,
         remove_checkpoint as remove_checkpoint,
         remove_unfinished as remove_unfinished,
         replaces_checkpoints as replaces_checkpoints,
     )
-    from shardwright.checkpoint.storage.local_store import has_description as has_description
-    from shardwright.checkpoint.storage.locations import folder_or_url as folder_or_url
     from shardwright.checkpoint.storage.publishing import write_file as write_file
     from shardwright.checkpoint.stream.receive import receive_weights as receive_weights
     from shardwright.checkpoint.stream.send import stream_weights as stream_weights
@@ -70,31 +72,19 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from shardwright.checkpoint.convert.conversion import convert_checkpoint
     from shardwright.checkpoint.dcp.opcodes import not_plain
-    from shardwright.checkpoint.format.digests import sealed, unsealed
+    from shardwright.checkpoint.format.boxes import Box
     from shardwright.checkpoint.format.names import INDEX, METADATA
     from shardwright.checkpoint.format.nested import NestedState, StateTensor
-    from shardwright.checkpoint.pretrained.conversions import transformers_key_map
+    from shardwright.checkpoint.pretrained.conversions import stored_key_map, transformers_key_map
     from shardwright.checkpoint.pretrained.files import (
         SAFETENSORS_INDEX,
-        FileTensor,
-        SafetensorsFile,
         abbreviated,
-        open_stored,
         write_json,
     )
-    from shardwright.checkpoint.pretrained.key_maps import TensorSource, source_of
-    from shardwright.checkpoint.pretrained.model import (
-        Box,
-        ModelTensor,
-        boxes_of,
-        mesh_of,
-        same_bits,
-        tensors_of,
-    )
-    from shardwright.checkpoint.pretrained.renaming import Rule
+    from shardwright.checkpoint.pretrained.key_maps import Rule, source_of
+    from shardwright.checkpoint.pretrained.model import ModelTensor, ranks_of, tensors_of
     from shardwright.checkpoint.pretrained.save_pretrained import write_model, write_stored_model
-    from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model
-    from shardwright.checkpoint.storage.local_files import open_regular, read_regular, size_of
+    from shardwright.checkpoint.pretrained.stored_model import bytes_of, stored_model_of
     from shardwright.checkpoint.training.save_checkpoint import SHARED, state_to_save
 
 if not TYPE_CHECKING:

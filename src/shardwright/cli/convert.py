@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser, wants_traceback
+from shardwright.common.errors import Damaged
+from shardwright.train.errors import UserError, counted
 from shardwright.train.report.progress import to_stderr
 
 if TYPE_CHECKING:
@@ -24,8 +26,6 @@ def _run(call: Call) -> int:
     import torch
 
     from shardwright.checkpoint import convert_checkpoint
-    from shardwright.common.errors import Damaged
-    from shardwright.train.errors import UserError, counted
 
     options = call.options
     source, destination = options.source, options.destination
@@ -85,8 +85,6 @@ def _abbreviated(keys: Any) -> str:
 
 
 def _guessed(destination: Path) -> str:
-    from shardwright.train.errors import UserError
-
     if destination.suffix not in _BY_SUFFIX:
         raise UserError(
             f"--to: expected one of {', '.join(FORMS)}, found none, and the name {destination.name} does not say which"
@@ -95,8 +93,6 @@ def _guessed(destination: Path) -> str:
 
 
 def _check_options(options: Any, to: str) -> None:
-    from shardwright.train.errors import UserError
-
     suffixes = [suffix for suffix, form in _BY_SUFFIX.items() if form == "torch"]
     destination = Path(options.destination)
     if to == "torch" and destination.suffix not in suffixes:
@@ -127,7 +123,6 @@ def _check_options(options: Any, to: str) -> None:
 
 def _refuse_run(source: str) -> None:
     """Raise UserError for the folder of a run: one of its checkpoints can be converted."""
-    from shardwright.train.errors import UserError
     from shardwright.train.run.folder import RunFolder
     from shardwright.train.run.position import saved_steps, step_folder
 
@@ -140,7 +135,6 @@ def _refuse_run(source: str) -> None:
 
 def _rule(text: str) -> Rule:
     from shardwright.checkpoint import Rule
-    from shardwright.train.errors import UserError
 
     old, equals, new = text.partition("=")
     if not old or not equals or (new and new.count("*") != old.count("*")):
@@ -151,7 +145,7 @@ def _rule(text: str) -> Rule:
 
 
 def _names(options: Any, source: str, to: str) -> tuple[Any, Any]:
-    """The key map and the content of config.json."""
+    """Return the key map and the content of config.json."""
     from shardwright.train.commands.convert import names_of_run
 
     if to != "safetensors" or options.stored_names or options.key not in (None, "model"):
@@ -165,7 +159,7 @@ def _names(options: Any, source: str, to: str) -> tuple[Any, Any]:
 
 
 def _reader(to: str, destination: str, config: dict[str, Any] | None) -> str:
-    """The call that reads the result, for a message."""
+    """Return the call that reads the result, for a message."""
     text = repr(destination)
     if to == "shardwright":
         return f"shardwright.load_checkpoint({text}, model) reads it"

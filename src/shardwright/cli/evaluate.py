@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser, integer
+from shardwright.train.errors import UserError
 from shardwright.train.report.progress import to_stderr
 
 
@@ -14,7 +15,6 @@ def _run(call: Call) -> int:
 
     from shardwright.train.commands.hugging_face.evaluate import check_tasks, evaluate
     from shardwright.train.commands.hugging_face.tables import of_tasks
-    from shardwright.train.errors import UserError
     from shardwright.train.launch.evaluation_process import ending_with_run
 
     options = call.options

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser, integer
+from shardwright.train.errors import UserError
 from shardwright.train.report.progress import to_stderr
 
 
 def _run(call: Call) -> int:
     from shardwright.train.commands.export import export, export_adapters, in_words
-    from shardwright.train.errors import UserError
 
     run, folder = Path(call.options.run), Path(call.options.folder)
     step, dtype, size = call.options.step, call.options.dtype, call.options.max_shard_size

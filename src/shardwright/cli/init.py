@@ -79,7 +79,8 @@ class _Questions:
     def __call__(
         self, given: Any, option: str, question: str, default: str, read: Callable[[str], Any]
     ) -> Any:
-        """The value that `read` makes of what is given, or of the first answer of which it raises no UserError."""
+        """Return the value that `read` makes of what is given, or of the first answer of which it raises no
+        UserError."""
         if given is not None:
             return read(given)
         if not self.asks:
@@ -96,7 +97,7 @@ class _Questions:
 
 
 def _devices(text: str) -> tuple[int, Any]:
-    """The number of ranks and their device; None for the CPU."""
+    """Return the number of ranks and their device; None for the CPU."""
     if (of_cpu := re.fullmatch(r"(?:(\d+)x)?cpu", text, re.IGNORECASE)) is not None:
         ranks = int(of_cpu[1] or 2)
         if not ranks:
@@ -113,7 +114,7 @@ def _words(answer: str) -> list[str]:
 
 
 def _here() -> str:
-    """The devices of this machine, without an import of torch."""
+    """Return the devices of this machine, without an import of torch."""
     from shutil import which
     from subprocess import run
 

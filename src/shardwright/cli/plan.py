@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser
 from shardwright.planner import MOST_AT_A_TIME
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, as_user_errors
 
 if TYPE_CHECKING:
     from shardwright.planner import Device
@@ -37,14 +37,18 @@ def _plan(call: Call) -> int:
             raise UserError(f"plan: expected {name}, found none; see shardwright plan --help")
 
     ranks, device = devices_of(call.options.on)
+    from shardwright.planner import Rules
     from shardwright.train.commands.plans.planned_job import PlannedJob
     from shardwright.train.config.conflicts.jobs import PLANNED
     from shardwright.train.config.conflicts.table import refuse
     from shardwright.train.config.plans.job_of_model import ASSUMED_KEYS
 
     options = call.options
+    with as_user_errors(ValueError):
+        rules = Rules.of(os.environ)
+    keys, caches = tuple(call.overrides), not options.no_cache
     names = [name for name in (options.config, options.other) if name is not None]
-    jobs = [PlannedJob(name, tuple(call.overrides), ranks) for name in names]
+    jobs = [PlannedJob(name, keys, ranks, device, rules, caches) for name in names]
     for each in jobs:
         refuse(PLANNED, each())  # mistakes are reported before PyTorch is imported
     html = None if options.html is None else Path(options.html)
@@ -54,41 +58,26 @@ def _plan(call: Call) -> int:
         if len(jobs) > 1:
             raise UserError("plan: expected one job with --html, found two")
         check_place(html)
-    caches = not options.no_cache
     unset = [key for key in ASSUMED_KEYS if key not in dict(call.overrides)] if jobs[0].assumes else []
     if options.only and not options.fit:
         raise UserError("--only: expected --fit, of whose search it names the keys, found none; add it")
-    if options.fit or len(jobs) > 1:
-        from shardwright.planner import Rules
-        from shardwright.train.errors import as_user_errors
-
-        if options.fit and len(jobs) > 1:
+    if options.fit:
+        if len(jobs) > 1:
             raise UserError("plan: expected one job with --fit, found two")
-        with as_user_errors(ValueError):
-            rules = Rules.of(os.environ)
-        if options.fit:
-            from shardwright.train.commands.plans.fit import fit
-            from shardwright.train.commands.plans.grids import with_only
+        from shardwright.train.commands.plans.fit import fit
+        from shardwright.train.commands.plans.grids import with_only
 
-            processes = options.processes or min(MOST_AT_A_TIME, os.cpu_count() or 1)
-            job = with_only(jobs[0], options.only.split(",")) if options.only else jobs[0]
-            return fit(job, device, rules, options.json, caches, processes, unset, html)
+        processes = options.processes or min(MOST_AT_A_TIME, os.cpu_count() or 1)
+        job = with_only(jobs[0], options.only.split(",")) if options.only else jobs[0]
+        return fit(job, options.json, processes, unset, html)
+    if len(jobs) > 1:
         from shardwright.train.commands.plans.plan_difference import plan_difference
 
-        return plan_difference(jobs, device, rules, options.json, caches)
+        return plan_difference(jobs, options.json)
 
     from shardwright.train.commands.plans.plan import plan
 
-    return plan(
-        jobs[0],
-        ranks,
-        device,
-        options.json,
-        unset,
-        names_edits=not options.no_edits,
-        caches=caches,
-        html=html,
-    )
+    return plan(jobs[0], options.json, unset, names_edits=not options.no_edits, html=html)
 
 
 def devices_of(text: str, others: str = "") -> tuple[int, Device]:

@@ -143,7 +143,7 @@ def _print_on_any_terminal() -> None:
 
 
 def _file_that_hides(package: str) -> str | None:
-    """The user's file that Python imported instead of this package. None if Python imported the package."""
+    """Return the user's file that Python imported instead of this package. None if Python imported the package."""
     module = sys.modules.get(package)
     return None if module is None or hasattr(module, "__path__") else getattr(module, "__file__", None)
 
@@ -191,7 +191,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _section_asked_for(arguments: Sequence[str]) -> str:
-    """The word after --help, if there is one."""
+    """Return the word after --help, if there is one."""
     place = next(
         (number for number, each in enumerate(arguments) if each in ("-h", "--help")), len(arguments)
     )

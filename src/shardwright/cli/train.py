@@ -46,19 +46,22 @@ def _run(call: Call) -> int:
 
 
 def _with_restarts(call: Call) -> Overrides:
-    """The keys on the command line. --max-restarts counts as one."""
+    """Return the keys on the command line. --max-restarts counts as one."""
     restarts = call.options.max_restarts
     return call.overrides if restarts is None else [*call.overrides, ("fault.max_restarts", str(restarts))]
 
 
 def _ranks_of_environment() -> int:
-    """The number of ranks that torchrun or our launcher has set; 1 without one. Other values are refused later."""
+    """Return the number of ranks that torchrun or our launcher has set; 1 without one.
+
+    Other values are refused later.
+    """
     text = os.environ.get("WORLD_SIZE", "")
     return max(1, int(text)) if text.isdecimal() else 1
 
 
 def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, str | None]:
-    """The configuration, and the run to continue: None for a new run, "" for the newest run with that name."""
+    """Return the configuration, and the run to continue: None for a new run, "" for the newest run with that name."""
     from shardwright.train.config import load_config, stored_config
 
     path, resume = options.config, options.resume
@@ -98,7 +101,7 @@ def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, 
 
 
 def _job_to_continue(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, str]:
-    """The configuration of a job that begins or goes on in its `run.dir`."""
+    """Return the configuration of a job that begins or goes on in its `run.dir`."""
     from shardwright.train.config import load_config
     from shardwright.train.run.finding import CONTINUE, as_saved
 
@@ -131,7 +134,7 @@ USUAL = {
 
 
 def _keys_help(width: int) -> str:
-    """The usual keys, then every key of the configuration, wrapped to `width` columns."""
+    """Return the usual keys, then every key of the configuration, wrapped to `width` columns."""
     from shardwright.train.config import Config
     from shardwright.train.config.keys import keys
 
@@ -152,7 +155,7 @@ def _keys_help(width: int) -> str:
 
 
 def _section_help(section: str, width: int) -> str:
-    """The keys of one section. Raises UserError if there is no such section."""
+    """Return the keys of one section. Raises UserError if there is no such section."""
     from shardwright.train.config import Config
 
     section = section.strip("[]")
@@ -164,7 +167,7 @@ def _section_help(section: str, width: int) -> str:
 
 
 def _described(width: int, only: str = "") -> list[str]:
-    """Lines with type, default and description of every key, or of those of one section."""
+    """Return lines with type, default and description of every key, or of those of one section."""
     from shardwright.train.config.keys import keys, section_summary
 
     blocks: list[str] = []

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def strict_json(value: Any, indent: int | None = None, compact: bool = False) -> str:
-    """The value as JSON. A float that is nan or infinite becomes null, since JSON has no word for it.
+    """Return the value as JSON. A float that is nan or infinite becomes null, since JSON has no word for it.
 
     ``compact``: without spaces between values.
     """
@@ -31,7 +31,10 @@ def _with_nulls(value: Any) -> Any:
 
 
 def not_finite(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that are nan or infinite, as text, by their names: "nan", "inf" or "-inf". Objects are nested."""
+    """Return the figures that are nan or infinite, as text, by their names: "nan", "inf" or "-inf".
+
+    Objects are nested.
+    """
     found: dict[str, Any] = {}
     for name, value in figures.items():
         if isinstance(value, Mapping):

@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Part], Tensor]
-"""From queries [B, rows, H, K], keys and values [B, keys, G, K] to [B, rows, H, K], without a rank."""
+"""A function from queries [B, rows, H, K], keys and values [B, keys, G, K] to [B, rows, H, K], on one rank."""
 
 
 def exchanged(
@@ -63,7 +63,7 @@ def exchanged(
         v_BSGK: their values, which may have another width.
         kernel: computes a part. It masks what a query must not see.
         causal: no query sees a later key, so the kernel needs none of those.
-        window: a query sees only so many keys, itself the last one. For causal attention.
+        window: the number of keys that a query sees, its own token included. For causal attention.
     """
     heads, ranks = q_BSHK.shape[2], split.ranks
     if not split.divides:
@@ -114,7 +114,7 @@ def attention(
     documents: Tensor | None = None,
     mesh: DeviceMesh | Split | None = None,
 ) -> Tensor:
-    """torch's ``scaled_dot_product_attention`` over whole samples, of which each rank has a part.
+    """Compute torch's ``scaled_dot_product_attention`` over whole samples, of which each rank has a part.
 
     Heads need not be a multiple of the ranks. If they are, each rank computes all tokens of its heads: exactly what one
     rank computes for these heads. If not, it gets all keys and values.
@@ -219,7 +219,7 @@ def visible(
     window: int | None = None,
     documents_BS: Tensor | None = None,
 ) -> Tensor:
-    """The keys that each query of a part sees: bool [rows, keys], or [B, 1, rows, keys] with documents.
+    """Return the keys that each query of a part sees: bool [rows, keys], or [B, 1, rows, keys] with documents.
 
     `documents_BS`: int, equal for the tokens of a document, and different for those of others, of the whole sample.
     """
@@ -236,7 +236,7 @@ def visible(
 
 
 def _of_part(mask: Tensor, part: Part) -> Tensor:
-    """The part of a mask [B, H, S, S], of which each size may be 1."""
+    """Return the part of a mask [B, H, S, S] for this rank's rows. Each size of the mask may be 1."""
     ranges = (part.heads, part.rows, part.keys)
     for dim, own in enumerate(ranges, start=1):
         if mask.shape[dim] > 1:

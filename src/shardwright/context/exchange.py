@@ -17,9 +17,10 @@ from shardwright.context.split import Split
 
 
 def copies_of_heads(heads: int, shared_heads: int, ranks: int) -> int:
-    """The copies of each key and value head to send, so that every rank gets as many, and those its query heads need.
+    """Return how often each key and value head must be sent, so that all ranks get the same number of them.
 
-    `ranks` divides `heads`, of which each shared head has as many.
+    Each rank must get the heads that its query heads need. `ranks` divides `heads`, the number of query heads, which
+    share `shared_heads` evenly.
     """
     if shared_heads % ranks == 0:
         return 1
@@ -27,14 +28,14 @@ def copies_of_heads(heads: int, shared_heads: int, ranks: int) -> int:
 
 
 def repeated(x_BSHK: Tensor, copies: int) -> Tensor:
-    """Each head so many times in turn. Its gradient is a sum in a fixed order."""
+    """Return the heads, each `copies` times in turn. The gradient of a head is a sum in a fixed order."""
     if copies == 1:
         return x_BSHK
     return x_BSHK.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3)
 
 
 def to_heads(split: Split, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """From [B, S / ranks, H, K] to [B, S, H / ranks, K] of each tensor: heads in rank order. H and K may differ."""
+    """Return each tensor [B, S / ranks, H, K] as [B, S, H / ranks, K], heads in rank order. H and K may differ."""
     ranks = split.ranks
     widths = [t.shape[2] // ranks * t.shape[3] for t in tensors]
     # [ranks, B, S / ranks, H / ranks * K]
@@ -46,7 +47,7 @@ def to_heads(split: Split, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_tokens(split: Split, x_BSHK: Tensor) -> Tensor:
-    """From [B, S, H / ranks, K] to [B, S / ranks, H, K]: the inverse of `to_heads`."""
+    """Return a tensor [B, S, H / ranks, K] as [B, S / ranks, H, K]: the way back from `to_heads`."""
     ranks = split.ranks
     sent = x_BSHK.unflatten(1, (ranks, -1)).movedim(1, 0)
     received = RowExchange.apply(sent, [1] * ranks, [1] * ranks, split.group)
@@ -54,14 +55,14 @@ def to_tokens(split: Split, x_BSHK: Tensor) -> Tensor:
 
 
 def gathered(split: Split, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """From [B, S / ranks, H, K] to [B, S, H, K] of each tensor, which have equal H; K may differ."""
+    """Return each tensor [B, S / ranks, H, K] as [B, S, H, K]. All have the same H; K may differ."""
     widths = [t.shape[3] for t in tensors]
     rows = RowGather.apply(torch.cat(list(tensors), dim=-1).unsqueeze(0), split.group)
     return list(rows.movedim(0, 1).flatten(1, 2).split(widths, dim=-1))
 
 
 def owners(rank: int, ranks: int) -> tuple[int, int]:
-    """The ranks that compute with the two halves of this rank's queries, so that causal work is equal on all.
+    """Return the ranks that compute with the two halves of this rank's queries, so that causal work is equal on all.
 
     Of 2 x `ranks` pieces of a sample rank r gets piece r and, counted from the end, piece r.
     """
@@ -70,7 +71,8 @@ def owners(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def to_balanced(split: Split, x_BSHK: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's two pieces for causal work, see `owners`: each [B, S / (2 ranks), H, K], of [B, S / ranks, H, K]."""
+    """Return this rank's two pieces for causal work, see `owners`: each [B, S / (2 ranks), H, K], of [B, S / ranks, H,
+    K]."""
     halves = x_BSHK.unflatten(1, (2, -1)).movedim(1, 0)
     if _backwards(split):
         halves = halves.flip(0)
@@ -79,7 +81,7 @@ def to_balanced(split: Split, x_BSHK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_balanced(split: Split, near_BSHK: Tensor, far_BSHK: Tensor) -> Tensor:
-    """The inverse of `to_balanced`."""
+    """Return the pieces in the order that they had before `to_balanced`."""
     sent, received = _counts(split)
     halves = RowExchange.apply(torch.stack((near_BSHK, far_BSHK)), received, sent, split.group)
     if _backwards(split):
@@ -88,13 +90,13 @@ def from_balanced(split: Split, near_BSHK: Tensor, far_BSHK: Tensor) -> Tensor:
 
 
 def _backwards(split: Split) -> bool:
-    """Whether the second half goes to a rank before the one of the first half."""
+    """Return whether the second half goes to a rank before the one of the first half."""
     first, second = owners(split.rank, split.ranks)
     return second < first
 
 
 def _counts(split: Split) -> tuple[list[int], list[int]]:
-    """The halves that this rank sends to each rank, and gets from each."""
+    """Return the halves that this rank sends to each rank, and gets from each."""
     ranks = range(split.ranks)
     sent = [owners(split.rank, split.ranks).count(other) for other in ranks]
     received = [owners(other, split.ranks).count(split.rank) for other in ranks]

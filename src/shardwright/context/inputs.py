@@ -47,7 +47,8 @@ class Stated(NamedTuple):
 
 
 def is_of_transformers(module: nn.Module) -> bool:
-    """Whether transformers makes the masks of this module: it keeps documents apart where positions begin again."""
+    """Return whether transformers makes the masks of this module: it keeps documents apart where positions
+    begin again."""
     return any(of.__module__ == "transformers.modeling_utils" for of in type(module).__mro__)
 
 
@@ -67,7 +68,7 @@ class ComparedInputs:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for a deep copy, which has seen no forward."""
+        """Return the state for a deep copy, which has seen no forward."""
         return {**vars(self), "_first": True, "_pending": None}
 
     def compare(self, arguments: Mapping[str, Any], device: torch.device) -> None:

@@ -19,7 +19,7 @@ from shardwright.engine.compat import all_gather_single
 
 
 class RowExchange(torch.autograd.Function):
-    """Rows to the ranks of a group, `sent[r]` of them to rank r, for `received[r]` of its own."""
+    """An exchange of rows: rank r gets `sent[r]` of this rank's rows, and sends `received[r]` of its own."""
 
     @staticmethod
     def forward(
@@ -37,7 +37,7 @@ class RowExchange(torch.autograd.Function):
 
 
 class RowGather(torch.autograd.Function):
-    """The rows of all ranks of a group, rank after rank, of which each rank has as many.
+    """A gather of the rows of all ranks of a group, rank after rank. Each rank has the same number of rows.
 
     The gradient of a row is the sum of the gradients that all ranks have for it. It is summed in float32 at its owner
     and rounded once, on every device.
@@ -63,5 +63,5 @@ class RowGather(torch.autograd.Function):
 def _noted_unless_compiled(
     collective: str, group: dist.ProcessGroup, result: Tensor
 ) -> AbstractContextManager[object]:
-    """A graph cannot write to the heartbeat."""
+    """Note a collective on the heartbeat, unless a graph has it: a graph cannot write there."""
     return nullcontext() if torch.compiler.is_compiling() else noted(collective, group, result.nbytes)

@@ -52,7 +52,7 @@ class Split:
         self.group, self.ranks, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Split:
-        """A split of its own over the same ranks: a process group has no copies."""
+        """Return a split of its own over the same ranks: a process group has no copies."""
         copied = copy.copy(self)
         copied.name = next(Split._names)
         memo[id(self)] = copied
@@ -64,7 +64,7 @@ class Split:
         return self.active and self.ranks > 1
 
     def part(self, length: int) -> range:
-        """The tokens that this rank has of a sample of so many.
+        """Return the tokens that this rank has of a sample of so many.
 
         Raises:
             ValueError: the ranks do not divide the number.
@@ -88,7 +88,8 @@ def note_compiled(name: str) -> None:
 
 
 def has_attended(split: Split) -> bool:
-    """Whether an attention has run over the samples, as far as known: compiled code does not say when it runs."""
+    """Return whether an attention has run over the samples, as far as known: compiled code does not say
+    when it runs."""
     return split.attended or split.name in _compiled
 
 
@@ -106,8 +107,8 @@ _in_use = _InUse()
 
 
 def current() -> Split | None:
-    """The split of the module that runs, see `context_parallel`; None outside of such modules, and if it has one rank
-    or computes whole samples.
+    """Return the split of the module that runs, see `context_parallel`; None outside of such modules, and if it has one
+    rank or computes whole samples.
 
     Raises:
         RuntimeError: a checkpoint will run the caller again without the module's forward, so without the split.
@@ -138,7 +139,8 @@ def in_forward(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _runs_again_outside() -> bool:
-    """Whether a checkpoint began inside the innermost forward, so that backward runs the caller again without it."""
+    """Return whether a checkpoint began inside the innermost forward, so that backward runs the caller again without
+    it."""
     state = _in_use
     if state.frame is None or not state.grad_enabled:
         return False
@@ -156,13 +158,13 @@ def _runs_again_outside() -> bool:
 
 
 def in_use() -> Split | None:
-    """The split that `within` has made the current one of this thread, active or not."""
+    """Return the split that `within` has made the current one of this thread, active or not."""
     return _in_use.split
 
 
 @contextmanager
 def within(split: Split | None) -> Iterator[None]:
-    """Make a split the current one of this thread; None: there is none."""
+    """Make a split the current one of this thread, or with None let it have none."""
     before, _in_use.split = _in_use.split, split
     try:
         yield
@@ -188,7 +190,7 @@ def whole_samples(split: Split | None) -> Iterator[None]:
 
 
 def shard(value: Tensor, mesh: DeviceMesh | Split, dim: int = 1) -> Tensor:
-    """This rank's part of the tokens of whole samples: a view of `value`, of any dtype and shape.
+    """Return this rank's part of the tokens of whole samples: a view of `value`, of any dtype and shape.
 
     Shift targets against inputs before: the target of the last token of a part is the first token of the next one.
 
@@ -205,7 +207,8 @@ def shard(value: Tensor, mesh: DeviceMesh | Split, dim: int = 1) -> Tensor:
 
 
 def gather(value: Tensor, mesh: DeviceMesh | Split, dim: int = 1) -> Tensor:
-    """The whole samples from the parts of all ranks, which have equal shapes: the inverse of `shard`, for any dtype.
+    """Return the whole samples from the parts of all ranks, which have equal shapes: the inverse of `shard`, for any
+    dtype.
 
     Autograd knows it: the gradient of a part is the sum over the ranks that use it, so it may have the factor of their
     number if each computes the same loss.
@@ -221,7 +224,7 @@ def gather(value: Tensor, mesh: DeviceMesh | Split, dim: int = 1) -> Tensor:
 
 
 def positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """The positions in the whole sample of the tokens that the running module has: int64, of shape [length].
+    """Return the positions in the whole sample of the tokens that the running module has: int64, of shape [length].
 
     Without context parallelism they begin at 0.
 

@@ -162,7 +162,7 @@ def _settled(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
-    """If a constructor sets a default device, it names this device, even if it is the CPU."""
+    """Return a function that notes that the constructor named a device by setting the default, even the CPU."""
 
     def set_default_device(device: Any) -> None:
         original(device)
@@ -187,12 +187,12 @@ def _no_wrapper(module: nn.Module, name: str, tensor: Any) -> None:
 
 
 def _raised_at(error: BaseException) -> Iterable[tuple[FrameType, int]]:
-    """The frames and lines of an error's traceback, the innermost first."""
+    """Return the frames and lines of an error's traceback, the innermost first."""
     return reversed(list(traceback.walk_tb(error.__traceback__)))
 
 
 def _where(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The module under construction and its line of code, which has the name of the parameter."""
+    """Return the module under construction and its line of code, which has the name of the parameter."""
     for frame, number in frames:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):

@@ -183,7 +183,7 @@ def touched(entry: Entry, drawn: bool) -> set[Memory]:
 
 
 def schedule(the: ReplayPlan) -> Iterator[Entry]:
-    """The entries of a plan in an order that gives the recorded results and holds little memory.
+    """Yield the entries of a plan in an order that gives the recorded results and holds little memory.
 
     Entries that draw from a generator keep their order. Other entries run as soon as their inputs exist. So one memory
     is finished, and can be dropped, before the next one begins.

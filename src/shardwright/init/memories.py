@@ -21,7 +21,7 @@ class Memories:
         self._moved: dict[Memory, list[Memory]] = {}  #: to the CPU; no copies if the model is for the CPU
 
     def of(self, tensor: torch.Tensor) -> Memory:
-        """The memory that a tensor views."""
+        """Return the memory that a tensor views."""
         storage = tensor.untyped_storage()
         memory = self._memories.get(storage_key(storage))
         if memory is None:  # the registry keeps the storage, so no other storage gets its address
@@ -29,14 +29,14 @@ class Memories:
         return memory
 
     def add(self, tensor: torch.Tensor, device: torch.device | None) -> Memory:
-        """The memory that a tensor views. If it is a new one, it is at ``device``."""
+        """Return the memory that a tensor views. If it is a new one, it is at ``device``."""
         storage = tensor.untyped_storage()
         if storage_key(storage) not in self._memories:
             self._memories[storage_key(storage)] = Memory(storage, device)
         return self._memories[storage_key(storage)]
 
     def view_of(self, tensor: torch.Tensor) -> View:
-        """The tensor as a view of its memory.
+        """Return the tensor as a view of its memory.
 
         Raises:
             RuntimeError: the memory was materialised.

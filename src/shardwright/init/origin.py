@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memor
 
 
 def origin_of(view: View) -> int:
-    """A 64-bit hash of the future values of a deferred tensor."""
+    """Return a 64-bit hash of the future values of a deferred tensor."""
     last = view.memory.entries[-1:]
     for entry in last:
         _hash_all(entry)
@@ -33,7 +33,7 @@ def origin_of(view: View) -> int:
 
 
 def mark_after(entry: Entry, stream: Any) -> bytes:
-    """A hash of the place in a generator's stream after an entry's draw."""
+    """Return a hash of the place in a generator's stream after an entry's draw."""
     before = entry.draws[stream].mark
     if entry.call in _DRAWS_BY_FORM:
         return _hash(before, str(entry.call), _form(entry.args[0]))
@@ -42,7 +42,7 @@ def mark_after(entry: Entry, stream: Any) -> bytes:
 
 
 def mark_of_state(state: torch.Tensor) -> bytes:
-    """A hash of a generator's known state."""
+    """Return a hash of a generator's known state."""
     return _hash(state.numpy().tobytes())
 
 
@@ -61,7 +61,7 @@ def _hash_all(entry: Entry) -> None:
 
 
 def _read_by(entry: Entry) -> Iterator[Entry]:
-    """The entries that wrote the memories that this one reads."""
+    """Yield the entries that wrote the memories that this one reads."""
     for memory in (*entry.reads, *entry.writes):
         last = _last_before(memory, entry) if memory not in entry.renews else None
         if last is not None:
@@ -94,7 +94,7 @@ def _parts(entry: Entry) -> Iterator[object]:
 
 
 def _content(memory: Memory, entry: Entry) -> bytes:
-    """A hash of a memory's content after an entry that wrote it."""
+    """Return a hash of a memory's content after an entry that wrote it."""
     return _hash(entry.origin, entry.writes.index(memory))
 
 

@@ -125,18 +125,21 @@ class OperationRecorder:
     # -- tensors ---------------------------------------------------------------------------------------------------
 
     def wrap(self, meta: torch.Tensor, device: torch.device | None = None) -> DeferredTensor:
-        """A deferred tensor over the memory that ``meta`` views. If the memory is new, its device is ``device``."""
+        """Return a deferred tensor over the memory that ``meta`` views.
+
+        If the memory is new, its device is ``device``.
+        """
         memory = self.memories.add(meta, device)
         with torch.no_grad():
             return tensor_without_memory(DeferredTensor, meta, memory.device or UNNAMED)  # type: ignore[no-any-return]
 
     def uninitialised(self, like: torch.Tensor, stride: tuple[int, ...]) -> DeferredTensor:
-        """A deferred tensor with the shape and dtype of another, and a new memory without content."""
+        """Return a deferred tensor with the shape and dtype of another, and a new memory without content."""
         meta = torch.empty_strided(like.shape, stride, dtype=like.dtype, device="meta")
         return self.wrap(meta)
 
     def copy_of_memory(self, tensor: torch.Tensor, memo: dict[int, Any]) -> DeferredTensor:
-        """The same view of a copy of the whole memory. ``memo`` has one copy of each memory."""
+        """Return the same view of a copy of the whole memory. ``memo`` has one copy of each memory."""
         memory = self.memories.of(tensor)
         if id(memory) not in memo:
             block = torch.empty(0, dtype=torch.uint8, device="meta").set_(memory.storage)  # type: ignore[call-overload]
@@ -149,7 +152,10 @@ class OperationRecorder:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values that a deferred tensor has now. Replays the entries that they depend on, and all earlier draws."""
+        """Return the values that a deferred tensor has now.
+
+        Replays the entries that they depend on, and all earlier draws.
+        """
         view = self.memories.view_of(tensor)
         result: list[torch.Tensor] = []
         with self.paused():
@@ -166,7 +172,7 @@ class OperationRecorder:
                 stream.resume(ends[stream], last)
 
     def _resolve(self, stream: GeneratorStream) -> None:
-        """If a generator got another generator's placeholder, give it the state that the placeholder represents."""
+        """Give a generator that got another one's placeholder the state that the placeholder stands for."""
         if (origin := self.streams.origin_of(stream)) is not None:
             other, entry = origin
             with self.paused():
@@ -245,7 +251,7 @@ class OperationRecorder:
         return tree_unflatten(outputs, out_spec)
 
     def _where(self, device: torch.device | None, deferred: list[DeferredTensor]) -> torch.device | None:
-        """The device of an operation's results. None if the constructor named none."""
+        """Return the device of an operation's results. None if the constructor named none."""
         if device is not None:
             return device if self.named or device != UNNAMED else None
         of_inputs = [self.memories.of(t).device for t in sorted(deferred, key=lambda t: not t.ndim)]
@@ -304,7 +310,7 @@ class OperationRecorder:
         return tensor
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The result of a constructor's move to a device. A move to the CPU may record no operation."""
+        """Return the result of a constructor's move to a device. A move to the CPU may record no operation."""
         if not isinstance(tensor, DeferredTensor) or self.memories.of(tensor).device is not None:
             return tensor
         copied = _aten._to_copy.default(tensor, device=torch.device("cpu"))
@@ -312,7 +318,7 @@ class OperationRecorder:
         return copied  # type: ignore[no-any-return]
 
     def constant(self, value: torch.Tensor) -> DeferredTensor:
-        """A deferred tensor that becomes a copy of a tensor that nobody else changes."""
+        """Return a deferred tensor that becomes a copy of a tensor that nobody else changes."""
         _refuse_other_layouts(value)
         result = self.wrap(_as_meta(value), value.device if value.device != UNNAMED else None)
         view = self.memories.view_of(result)
@@ -360,12 +366,12 @@ RECORDER = OperationRecorder()
 
 
 def value_of(value: Any) -> Any:
-    """The values of a deferred tensor, computed now; anything else as it is."""
+    """Return the values of a deferred tensor, computed now; anything else as it is."""
     return RECORDER.read(value) if isinstance(value, DeferredTensor) else value
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the operation changes, according to its schema."""
+    """Return the tensors that the operation changes, according to its schema."""
     tensors: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -375,7 +381,7 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _fills(call: Any) -> bool:
-    """Whether the operation writes every element of the tensors that it changes, and reads none of them."""
+    """Return whether the operation writes every element of the tensors that it changes, and reads none of them."""
     packet = getattr(call, "overloadpacket", None)
     if packet is None:
         return True  # an initialiser that was recorded whole
@@ -394,7 +400,7 @@ def _refuse_collectives(func: Any, deferred: list[DeferredTensor]) -> None:
 def _meta_arguments(
     leaves: list[Any], spec: Any, metas: dict[int, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an operation for a call on the meta device. ``metas`` has the tensors, by id."""
+    """Return the arguments of an operation for a call on the meta device. ``metas`` has the tensors, by id."""
     args, kwargs = tree_unflatten([metas[id(t)] if isinstance(t, torch.Tensor) else t for t in leaves], spec)
     kwargs = {k: v for k, v in kwargs.items() if k not in ("generator", "pin_memory")}
     if kwargs.get("device") is not None:
@@ -437,7 +443,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain meta tensor of the same geometry. For a deferred tensor it has the same storage."""
+    """Return a plain meta tensor of the same geometry. For a deferred tensor it has the same storage."""
     if not isinstance(tensor, DeferredTensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     meta = torch.empty(0, dtype=tensor.dtype, device="meta")

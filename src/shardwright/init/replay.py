@@ -43,7 +43,7 @@ class _Replay:
         self.at: dict[GeneratorStream, Entry] = {}
 
     def tensor(self, view: View) -> torch.Tensor:
-        """The real tensor for a view. Its memory is made if it does not exist yet."""
+        """Return the real tensor for a view. Its memory is made if it does not exist yet."""
         memory = view.memory
         storage = self.storages.get(memory)
         if storage is None:

@@ -20,7 +20,7 @@ from shardwright.init.recorder import RECORDER, DeferredTensor
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """The units of the model's modules, and units of outer modules that own parameters of the model."""
+    """Return the units of the model's modules, and units of outer modules that own parameters of the model."""
     units: dict[Unit | None, None] = {}
     for module in model.modules():
         units[module.__dict__.get(UNIT)] = None
@@ -97,7 +97,7 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The module's own parameters and buffers."""
+    """Return the module's own parameters and buffers."""
     both = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 

@@ -53,11 +53,11 @@ class GeneratorStream:
         self._entries[seed] = entry
 
     def knows(self, generator: torch.Generator | None = None) -> Entry | None:
-        """The entry whose placeholder a generator (by default this one) has, perhaps after further draws."""
+        """Return the entry whose placeholder a generator (by default this one) has, perhaps after further draws."""
         return self._entries.get((generator or self.generator).initial_seed())
 
     def position(self) -> Entry | torch.Tensor:
-        """The place of the generator: after an entry, or in a known state.
+        """Return the place of the generator: after an entry, or in a known state.
 
         Raises:
             RuntimeError: numbers were drawn that, without deferral, would have come after those of the model.
@@ -133,7 +133,7 @@ class GeneratorStreams:
             place.stream.go_back(place)
 
     def origin_of(self, stream: GeneratorStream) -> tuple[GeneratorStream, Entry] | None:
-        """If this generator got a placeholder of another stream: that stream and the placeholder's entry."""
+        """Return the other stream whose placeholder this generator got, and the placeholder's entry; else None."""
         if stream.knows():
             return None
         for other in self._streams.values():
@@ -148,7 +148,10 @@ class GeneratorStreams:
             stream.forget()
 
     def defaults(self) -> list[GeneratorStream]:
-        """The streams of the CPU and, if it is in use, of the accelerator. The device decides which one is used."""
+        """Return the streams of the CPU and, if it is in use, of the accelerator.
+
+        The device decides which one is used.
+        """
         streams = [self.of(torch.default_generator)]
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is not None:
@@ -158,18 +161,19 @@ class GeneratorStreams:
     def read_by(
         self, generator: torch.Generator | None, device: torch.device | None
     ) -> list[GeneratorStream]:
-        """The streams from which an operation draws that got this generator, or none, on a known device or any."""
+        """Return the streams from which an operation draws that got this generator, or none, on a known
+        device or any."""
         if generator is None and device is None:
             return self.defaults()
         return [self.of(default_generator(device) if generator is None else generator)]  # type: ignore[arg-type]
 
     def waiting(self) -> list[GeneratorStream]:
-        """The streams whose generators have a placeholder."""
+        """Return the streams whose generators have a placeholder."""
         return [s for s in self._streams.values() if s.last is not None]
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The default generator of operations on ``device``."""
+    """Return the default generator of operations on ``device``."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device.type)

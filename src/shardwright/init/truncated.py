@@ -108,7 +108,7 @@ def _pieces(flat: torch.Tensor, piece: int) -> list[torch.Tensor]:
 
 
 def _is_redrawn(mean: float, std: float, a: float, b: float) -> bool:
-    """Whether torch redraws elements out of bounds, with bounds that keep most elements."""
+    """Return whether torch redraws elements out of bounds, with bounds that keep most elements."""
     if mean < a - 2 * std or mean > b + 2 * std:
         return False
 
@@ -120,7 +120,7 @@ def _is_redrawn(mean: float, std: float, a: float, b: float) -> bool:
 
 @functools.cache
 def _draws_in_pieces(original: Callable[..., Any], dtype: torch.dtype) -> bool:
-    """Whether pieces give the bits of torch's own loop in this torch version."""
+    """Return whether pieces give the bits of torch's own loop in this torch version."""
     results = []
     for fill in (original, functools.partial(fill_in_pieces, piece=48)):
         generator = torch.Generator().manual_seed(7)

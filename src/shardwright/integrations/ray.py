@@ -1,7 +1,12 @@
 """Ray Train: the trainer's jobs on Ray's workers, and checkpoints of your own training functions.
 
+    from shardwright.integrations.ray import trainer
+
+    trainer("job.toml", scaling_config=ScalingConfig(num_workers=4), run_config=RunConfig(...)).fit()
+
 Ray starts the workers, makes their process group, and starts them again after a failure. `trainer` needs the extra
-`ray` and Ray Train v2. The run's folder is in Ray's folder of the experiment, which all hosts must share.
+`ray` and Ray Train v2. The run's folder is in Ray's folder of the experiment, which all hosts must share. Users read
+docs/clusters.md. This is the one file that imports `ray`.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ REPORTED = "reported"
 SECONDS_TO_ANSWER = 30.0
 """The longest time that a worker waits for Ray's list of checkpoints."""
 
+# -- start -------------------------------------------------------------------------------------------------------------
+
 
 def trainer(
     config: str | Path,
@@ -45,7 +52,7 @@ def trainer(
     run_config: RunConfig,
     **options: Any,
 ) -> TorchTrainer:
-    """A trainer of Ray whose `fit` runs a job as `shardwright train` does, one rank for each worker.
+    """Return a trainer of Ray whose `fit` runs a job as `shardwright train` does, one rank for each worker.
 
     If the experiment has a checkpoint, the job goes on from the newest whole one: after a failure, if
     `run_config.failure_config` allows it, and with a new trainer of the same name and storage. Metrics are reported to
@@ -97,8 +104,11 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
 def _train(values: dict[str, Any]) -> None:
-    """The function that each worker runs."""
+    """Run a rank of the job: the function that Ray calls in each worker."""
     from shardwright.train.rank.hosted import train_in_group
 
     if ray.train.get_context().get_world_rank() == 0:
@@ -106,8 +116,11 @@ def _train(values: dict[str, Any]) -> None:
     train_in_group(values, _experiment() / RUN, _report_saved)
 
 
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
 def _remove_unknown() -> None:
-    """Remove what an attempt before has linked, but not reported on all workers: Ray will never delete it."""
+    """Remove what an earlier attempt has linked but not reported on all workers, because Ray will never delete it."""
     known = ray.train.get_all_reported_checkpoints(
         CheckpointConsistencyMode.COMMITTED, timeout_s=SECONDS_TO_ANSWER
     )
@@ -126,10 +139,13 @@ def _report_saved(run: RunFolder, step: int) -> None:
 
 
 def report_checkpoint(folder: str | Path, metrics: Mapping[str, Any]) -> None:
-    """Report a checkpoint that all workers have written into one folder, without copying it. Called by every worker.
+    """Report to Ray a checkpoint that all workers have written into one folder. Every worker must call it.
 
-    `folder` is in Ray's folder of the experiment, `ray.train.get_context().get_storage().experiment_fs_path`. Ray gets
-    hard links to the files: if Ray or you delete one of the two, the other one stays.
+    Nothing is copied: Ray gets hard links to the files, so if Ray or you delete one of the two, the other one stays.
+
+    Args:
+        folder: in Ray's folder of the experiment, `ray.train.get_context().get_storage().experiment_fs_path`.
+        metrics: for Ray, of this checkpoint.
 
     Raises:
         OSError: the file system has no hard links.
@@ -143,7 +159,7 @@ def report_checkpoint(folder: str | Path, metrics: Mapping[str, Any]) -> None:
 
 
 def _linked(folder: Path) -> str:
-    """A new folder with the files of a checkpoint."""
+    """Return a new folder with hard links to the files of a checkpoint."""
     place = _experiment() / REPORTED
     place.mkdir(exist_ok=True)
     number = 0

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # For other rooms of the package.
 if TYPE_CHECKING:
     from shardwright.optim.adamw8bit import chunks_of_devices
-    from shardwright.optim.clip import ParameterNorms, clip_finite_grad_norm_, clip_finite_with_units
+    from shardwright.optim.clip import ParameterNorms, clip_finite_grad_norm_
     from shardwright.optim.companion import ShardedCompanion
     from shardwright.optim.needs import Needs
     from shardwright.optim.whole.state import mapped

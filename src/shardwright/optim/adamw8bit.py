@@ -22,7 +22,7 @@ from shardwright.engine.compat import outside_dispatch_modes
 from shardwright.optim.kept import Kept, prepared
 
 #: Elements of one pass. Each needs about 30 bytes beside the state. On a CPU they must fit into its caches: four times
-#: as many took four times as long per element. On other devices they must hide the cost of kernel launches.
+#: elements took four times as long for each. On other devices they must hide the cost of kernel launches.
 CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 22
 
@@ -112,7 +112,7 @@ class AdamW8bit(Optimizer):
             raise
 
     def shard_needs(self, p: Tensor) -> int:
-        """Number of consecutive elements of ``p``, counted from its first, that must be on one rank.
+        """Return the number of consecutive elements of ``p``, counted from its first, that must be on one rank.
 
         Raises:
             ValueError: ``p`` is not a parameter of this optimizer.
@@ -150,7 +150,7 @@ class AdamW8bit(Optimizer):
 
 
 def _checked_and_kept(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict with wrapped tensors, and with this optimizer's block size and minimum size in its groups.
+    """Return the state dict with wrapped tensors, and with this optimizer's block size and minimum size in its groups.
 
     Raises ValueError before anything is loaded if the state has other blocks or none.
     """
@@ -279,7 +279,7 @@ def _update(p: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[s
 
 
 def _read(state: dict[str, Tensor], moment: str, part: slice, block_size: int) -> Tensor:
-    """The elements ``part`` of a moment, flat; ``part`` begins with a block. A float32 moment is not copied."""
+    """Return the elements ``part`` of a moment, flat; ``part`` begins with a block. A float32 moment is not copied."""
     if moment in state:
         return state[moment].view(-1)[part]
     codes = state[f"{moment}_codes"].view(-1)[part]
@@ -301,14 +301,14 @@ def _write(state: dict[str, Tensor], moment: str, part: slice, block_size: int, 
 
 
 def _blocks(flat: Tensor, block_size: int) -> Tensor:
-    """The elements as rows of ``block_size``, padded with zeros."""
+    """Return the elements as rows of ``block_size``, padded with zeros."""
     short = -flat.numel() % block_size
     return (pad(flat, (0, short)) if short else flat).view(-1, block_size)
 
 
 @functools.cache
 def _values(moment: str, device: torch.device) -> Tensor:
-    """The number of each code, in units of the scale, ascending."""
+    """Return the number of each code, in units of the scale, ascending."""
     signed = moment == "exp_avg"
     positive = [1.0]
     for decade in range(7):  # 10^-7 to 10^-6, ..., 0.1 to 1: each has twice as many values as the last
@@ -320,7 +320,10 @@ def _values(moment: str, device: torch.device) -> Tensor:
 
 
 def _nearest(moment: str, scaled: Tensor) -> Tensor:
-    """The code of each number. ``torch.bucketize`` with :func:`_bounds` gives the same, in ten times the time."""
+    """Return the code of each number.
+
+    ``torch.bucketize`` with :func:`_bounds` gives the same, in ten times the time.
+    """
     bounds, lowest = _bounds(moment, scaled.device)
     # Numbers with the same high half have one of two codes.
     codes = lowest.index_select(0, (scaled.view(torch.int32) >> 16).bitwise_and_(0xFFFF).view(-1))
@@ -329,7 +332,7 @@ def _nearest(moment: str, scaled: Tensor) -> Tensor:
 
 @functools.cache
 def _bounds(moment: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The largest number of each code, and for each high half of a float32 its lowest code."""
+    """Return the largest number of each code, and for each high half of a float32 its lowest code."""
     with outside_dispatch_modes():
         return _new_bounds(moment, device)
 

@@ -6,6 +6,7 @@ It is one optimizer with its groups and its state. Each call sees one unit's par
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -94,7 +95,7 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
     _refuse_taken(optimizer, parameters)
     refuse_gradient_dtypes(optimizer, parameters)
     sharded_companion(optimizer).backward = BackwardSteps(type(optimizer).__bases__[1], clip_value)
-    optimizer.__class__ = _class_in_backward(type(optimizer))
+    optimizer.__class__ = _class_in_backward(type(optimizer))  # type: ignore[arg-type]
     optimizer._attach_units()  # type: ignore[attr-defined]
     optimizer.register_state_dict_pre_hook(_complete)
     optimizer.register_load_state_dict_pre_hook(_complete)
@@ -200,7 +201,7 @@ class _InBackward:
         self.__class__ = type(self).__bases__[1]
 
     def _params_of(self, unit: Unit) -> list[list[torch.Tensor]]:
-        """The parameters of the unit, group by group. They are cached, since groups and units seldom change."""
+        """Return the parameters of the unit, group by group. They are cached, since groups and units seldom change."""
         units = _steps_of(self).units
         key = unit.generation, [len(group["params"]) for group in self.param_groups]
         entry = units.get(unit)
@@ -344,10 +345,6 @@ def _local(tensor: Any) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, SHARDED) else tensor
 
 
-_classes: dict[type, type] = {}
-
-
+@functools.cache
 def _class_in_backward(kind: type) -> type:
-    if kind not in _classes:
-        _classes[kind] = type(kind.__name__, (_InBackward, kind), {})
-    return _classes[kind]
+    return type(kind.__name__, (_InBackward, kind), {})

@@ -116,7 +116,7 @@ class CallsInBackward:
         ]
 
     def keep(self, called: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """After the first call: use the counters of its groups for the whole step."""
+        """Use the counters that the first call has left in its groups for the whole step."""
         if self._called:
             return
         self._called = True
@@ -142,7 +142,7 @@ class CallsInBackward:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether the value may be a counter. Parameters are not counters."""
+    """Return whether the value may be a counter. Parameters are not counters."""
     return isinstance(value, _NUMBERS) and not isinstance(value, nn.Parameter)
 
 

@@ -49,16 +49,6 @@ def clip_grad_norm_(
     return _clip(parameters, max_norm, norm_type, error_if_nonfinite).total
 
 
-def clip_finite_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float
-) -> torch.Tensor:
-    """As :func:`clip_grad_norm_`, but gradients stay as they are if their norm is not finite.
-
-    Scaled by such a norm, all of them would be nan, and none could be named.
-    """
-    return _clip(parameters, max_norm, only_finite=True).total
-
-
 NO_UNIT = "outside of all units"
 """The name that stands for the unit of parameters which have none."""
 
@@ -77,28 +67,38 @@ class ParameterNorms(NamedTuple):
     order: list[str]
 
     def by_unit(self, norms: Sequence[float]) -> dict[str, float]:
-        """The norm of each unit. ``norms``: the values of the tensor."""
+        """Return the norm of each unit. ``norms``: the values of the tensor."""
         parts: dict[str, list[float]] = {unit: [] for unit in self.order}
         for unit, norm in zip(self.units, norms, strict=True):
             parts[unit].append(norm)
         return {unit: math.hypot(*values) for unit, values in parts.items()}
 
 
-def clip_finite_with_units(
-    parameters: Iterable[torch.Tensor], max_norm: float
-) -> tuple[torch.Tensor, ParameterNorms]:
-    """As :func:`clip_finite_grad_norm_`, with the norms of all gradients. It has the same collectives and no more."""
+def clip_finite_grad_norm_(
+    parameters: Iterable[torch.Tensor], max_norm: float, *, by_unit: bool = False
+) -> tuple[torch.Tensor, ParameterNorms | None]:
+    """Clip as :func:`clip_grad_norm_`, but leave gradients as they are if their norm is not finite.
+
+    Scaled by such a norm, all gradients would be nan, and nobody could find the wrong one.
+
+    Args:
+        parameters, max_norm: as for :func:`clip_grad_norm_`, with the same collectives.
+        by_unit: return the norms of all gradients, too, with the names of their units.
+
+    Returns:
+        The norm before, and the norms of which it is made, or None unless ``by_unit``.
+    """
     parameters = list(parameters)
     clipped = _clip(parameters, max_norm, only_finite=True)
+    if not by_unit:
+        return clipped.total, None
     units: dict[int, str] = {}  # by the tensor of the gradient
     for p in parameters:
         if (gradient := p.grad) is not None:
             unit = unit_of(p)
             units[id(getattr(gradient, "_local_tensor", gradient))] = NO_UNIT if unit is None else unit.name
-    order = list(dict.fromkeys(units.values()))
-    return clipped.total, ParameterNorms(
-        clipped.norms, [units[id(each)] for each in clipped.gradients], order
-    )
+    names = [units[id(each)] for each in clipped.gradients]
+    return clipped.total, ParameterNorms(clipped.norms, names, list(dict.fromkeys(units.values())))
 
 
 class _Clipped(NamedTuple):
@@ -203,7 +203,7 @@ def _clip(
 def _fingerprints(
     parameters: Iterable[torch.Tensor], units: Iterable[Unit]
 ) -> dict[dist.ProcessGroup, tuple[int, int]]:
-    """For each axis, the number of the gradients on it, cut or replicated, and a hash of their places in the order."""
+    """Return, for each axis, how many gradients it cuts or replicates, and a hash of their places in the order."""
     groups_of: dict[int, tuple[dist.ProcessGroup | None, ...]] = {}
     places: dict[int, tuple[int, int]] = {}
     for unit in units:
@@ -229,7 +229,7 @@ def _fingerprints(
 
 
 def _groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of the mesh axes that cut a DTensor with these placements."""
+    """Return the groups of the mesh axes that cut a DTensor with these placements."""
     if any(placement.is_partial() for placement in placements):
         raise ValueError("clip_grad_norm_ got a gradient that is a partial sum on each rank; reduce it first")
     return tuple(
@@ -238,7 +238,10 @@ def _groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[dis
 
 
 def _norms(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor | None:
-    """The norm of each tensor, at least in float32; 0 for a tensor without elements. None if there are no tensors."""
+    """Return the norm of each tensor, at least in float32; 0 for a tensor without elements.
+
+    None if there are no tensors.
+    """
     if not tensors:
         return None
     filled = [t for t in tensors if t.numel()]  # torch has no maximum of an empty tensor

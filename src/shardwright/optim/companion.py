@@ -89,7 +89,7 @@ class ShardedCompanion(Companion):
 
 
 def sharded_companion(optimizer: Any) -> ShardedCompanion:
-    """The companion of an optimizer that went through ``fully_shard_optimizer``.
+    """Return the companion of an optimizer that went through ``fully_shard_optimizer``.
 
     Raises:
         RuntimeError: the optimizer is a copy of such a one. Copies have no companion.

@@ -99,7 +99,7 @@ class HostState:
 
     @torch.no_grad()
     def give_back(self, state: TensorStates) -> defaultdict[Any, dict[str, Any]]:
-        """After the step: begin to copy to the host, and return ``state`` with the host tensors.
+        """Begin to copy a part's state to the host after its step, and return ``state`` with the host's tensors.
 
         Raises:
             ValueError: the optimizer keeps some of its state on another device, or as a tensor of its own class.
@@ -198,7 +198,7 @@ class HostState:
 
 
 def _moves(value: Any) -> bool:
-    """Whether a value of the state moves to the device for a step."""
+    """Return whether a value of the state moves to the device for a step."""
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return False
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
@@ -210,18 +210,21 @@ def _moves(value: Any) -> bool:
 
 
 def _on_host(states: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
-    """The tensors that must be copied to the device, each once."""
+    """Return the tensors that must be copied to the device, each once."""
     tensors = [v for values in states for v in leaves(values) if _moves(v)]
     return list({id(t): t for t in tensors if t.device.type == "cpu"}.values())
 
 
 def part_of_state(state: TensorStates, tensors: Iterable[torch.Tensor]) -> dict[Any, dict[str, Any]]:
-    """The entries of ``state`` for these tensors."""
+    """Return the entries of ``state`` for these tensors."""
     return {t: state[t] for t in tensors if t in state}
 
 
 def kept_from_device(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A hook before ``load_state_dict``: torch would move all state to the device, which may not hold it."""
+    """Return a state dict of which torch moves no tensor to the device, which may not hold all state.
+
+    ``load_state_dict`` calls it before it loads.
+    """
     state = dict(state_dict["state"])
     for group, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         for p, number in zip(group["params"], theirs["params"], strict=False):
@@ -236,7 +239,7 @@ def kept_from_device(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, An
 
 
 def loaded(values: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
-    """The values without their wrappers, cast to the parameter's dtype as torch does."""
+    """Return the values without their wrappers, cast to the parameter's dtype as torch does."""
 
     def load(value: Any) -> Any:
         if isinstance(value, Kept):  # a copy, because the caller owns the checkpoint
@@ -247,14 +250,14 @@ def loaded(values: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
 
 
 def host_of_state(p: torch.Tensor) -> Host | None:
-    """The host that stores the state of this parameter between steps. None: the parameter's device stores it."""
+    """Return the host that stores this parameter's state between steps, or None if the parameter's device does."""
     unit = unit_of(p)
     return unit.state_host if unit is not None else None
 
 
 @torch.no_grad()
 def moved_to_host(values: dict[str, Any], host: Host) -> dict[str, Any]:
-    """A parameter's state of between steps, moved to the host's memory."""
+    """Return a parameter's state of between steps, moved to the host's memory."""
 
     def move(value: Any) -> Any:
         local = local_of(value) if isinstance(value, (DTensor, RaggedTensor)) else value

@@ -140,7 +140,7 @@ class Muon(Optimizer):
         return loss
 
     def shard_needs(self, p: torch.Tensor) -> Need:
-        """The need of a parameter: "tensor" for matrices, 1 for others. See :func:`fully_shard_optimizer`."""
+        """Return the need of a parameter: "tensor" for matrices, 1 for others. See :func:`fully_shard_optimizer`."""
         return (
             "tensor"
             if any(p is q for group in self.param_groups if group["muon"] for q in group["params"])
@@ -148,11 +148,11 @@ class Muon(Optimizer):
         )
 
     def shard_updates(self, p: torch.Tensor) -> Updates | None:
-        """Functions that divide the step on a matrix, so that only its update travels. None: the step is whole."""
+        """Return functions that divide the step on a matrix, so that only its update travels; None for a whole step."""
         return muon_updates(p) if self.shard_needs(p) == "tensor" else None
 
     def shard_cost(self, p: torch.Tensor) -> float:
-        """The cost of a step on a matrix, in any unit."""
+        """Return the cost of a step on a matrix, in any unit."""
         return newton_schulz_cost(p)
 
 

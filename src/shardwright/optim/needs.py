@@ -48,7 +48,7 @@ _NEVER = {
 
 
 def needs_of(optimizer: Optimizer, needs: Needs | None) -> Callable[[torch.Tensor], Need]:
-    """The function from a parameter to its need; ``needs`` as in :func:`fully_shard_optimizer`.
+    """Return the function from a parameter to its need; ``needs`` as in :func:`fully_shard_optimizer`.
 
     Raises:
         TypeError: ``needs`` has a wrong type.
@@ -114,7 +114,8 @@ def check(
 
 
 def cost_of(optimizer: Optimizer) -> Callable[[torch.Tensor], float]:
-    """The cost of a step on a whole tensor, for balance: the class's ``shard_cost(self, p)``, else its elements."""
+    """Return the cost of a step on a whole tensor, for balance: the class's ``shard_cost(self, p)``, else
+    its elements."""
     own = getattr(optimizer, "shard_cost", None)
     if own is not None:
         return own  # type: ignore[no-any-return]
@@ -129,7 +130,7 @@ def newton_schulz_cost(p: torch.Tensor) -> float:
 
 
 def name_of(p: torch.Tensor) -> str:
-    """The parameter's name in messages: its name in its unit, else its shape."""
+    """Return the parameter's name in messages: its name in its unit, else its shape."""
     unit = unit_of(p)
     for managed in unit.parameters if unit is not None else ():
         if managed.sharded is p:

@@ -7,6 +7,7 @@ that an optimizer needs whole.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,8 +84,8 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     Raises:
         TypeError: not a torch optimizer, or ``needs`` is none of these.
         ValueError: none of its parameters belongs to a sharded model; the optimizer is unknown; something other than a
-            scheduler has replaced its ``step``; it has state on the meta device; a layout cuts a block that must stay
-            whole; or an earlier call had other ``needs``. ``add_param_group`` raises the last but one, too.
+            scheduler has replaced its ``step``; it has state on the meta device; an earlier call had other ``needs``;
+            or a layout cuts a block that must stay whole, for which ``add_param_group`` raises an error, too.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -115,10 +116,7 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
             "fully_shard got, and call fully_shard before fully_shard_optimizer."
         )
     with _parameters_in_groups(optimizer, groups):
-        needs_of_parameters = check(optimizer.param_groups, companion.needs)
-        _check_state_per_block(optimizer, needs_of_parameters)
-        _choose_owners(companion, needs_of_parameters, cost_of(optimizer))
-    _choose_places(companion, needs_of_parameters)
+        _take_up(optimizer, companion, optimizer.param_groups)
     _follow(optimizer, groups, became, companion.whole)
     _move_to_host(optimizer, companion)
     companion.objects = count_of_objects()
@@ -127,7 +125,7 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
         return optimizer  # type: ignore[return-value]
     optimizer.__dict__[COMPANION] = companion
     vars(optimizer).pop("step", None)  # a scheduler's wrapper; the class's own step replaces it
-    optimizer.__class__ = _sharded_class(type(optimizer))
+    optimizer.__class__ = _sharded_class(type(optimizer))  # type: ignore[arg-type]
     optimizer.register_state_dict_post_hook(_state_as_dtensors)
     optimizer.register_load_state_dict_post_hook(_state_as_ragged)
     return optimizer
@@ -148,7 +146,10 @@ def _refuse_other_needs(optimizer: Optimizer, needs: Needs | None) -> None:
 
 
 def _became(optimizer: Optimizer) -> dict[torch.Tensor, torch.Tensor]:
-    """The sharded parameters for those of the optimizer that are old objects, or whose state is still whole."""
+    """Return which parameters of the optimizer are out of date, each with the sharded parameter of now.
+
+    A parameter is out of date if ``fully_shard`` has replaced the object, or if its state is not cut as it is.
+    """
     became: dict[torch.Tensor, torch.Tensor] = {}
     whole = sharded_companion(optimizer).whole if isinstance(optimizer, _ShardedStep) else ()
     for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -172,8 +173,10 @@ def _became(optimizer: Optimizer) -> dict[torch.Tensor, torch.Tensor]:
 
 @contextmanager
 def _parameters_in_groups(optimizer: Optimizer, groups: list[list[torch.Tensor]]) -> Iterator[None]:
-    """A context with these parameters in the groups, because some classes' ``shard_needs`` and ``shard_updates``
-    look there."""
+    """Put other parameters into the groups inside this context.
+
+    ``shard_needs`` and ``shard_updates`` of some classes look for a parameter in the groups.
+    """
     before = [group["params"] for group in optimizer.param_groups]
     try:
         for group, params in zip(optimizer.param_groups, groups, strict=True):
@@ -191,7 +194,10 @@ def _follow(
     became: dict[torch.Tensor, torch.Tensor],
     whole: set[torch.Tensor],
 ) -> None:
-    """Put the new parameters into groups and state. State is cut like its parameter, or ``whole``."""
+    """Put the new parameters into groups and state.
+
+    State of a parameter's shape is cut as the parameter is; that of parameters in ``whole`` stays whole.
+    """
     for group, params in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value_of(value) for key, value in group.items()}, params=params)
     for state in optimizer.state.values():
@@ -212,6 +218,14 @@ def _follow(
             optimizer.state[new][key] = value
 
 
+def _take_up(optimizer: Any, companion: ShardedCompanion, groups: list[dict[str, Any]]) -> None:
+    """Check the parameters of groups, and choose where they are stepped and where their state is."""
+    needs_of_parameters = check(groups, companion.needs)
+    _check_state_per_block(optimizer, needs_of_parameters)
+    _choose_owners(companion, needs_of_parameters, cost_of(optimizer))
+    _choose_places(companion, needs_of_parameters)
+
+
 def _check_state_per_block(optimizer: Any, needs_of_parameters: list[tuple[str, torch.Tensor, Need]]) -> None:
     for name, p, block in needs_of_parameters if hasattr(optimizer, "state_per_block") else ():
         if isinstance(p, SHARDED) and block != "tensor" and block > 1:
@@ -226,7 +240,7 @@ def _choose_owners(
     needs_of_parameters: list[tuple[str, torch.Tensor, Need]],
     cost: Callable[[torch.Tensor], float],
 ) -> None:
-    """Choose owners for the parameters that the optimizer needs whole and that have no owner yet."""
+    """Choose the rank that will step each parameter that the optimizer needs whole and that has no owner yet."""
     by_mesh: dict[Any, list[Any]] = {}
     for name, p, need in needs_of_parameters:
         # A second owner would step the parameter again, with the gradient that the first owner has moved.
@@ -245,7 +259,7 @@ def _choose_owners(
 def _choose_places(
     companion: ShardedCompanion, needs_of_parameters: list[tuple[str, torch.Tensor, Need]]
 ) -> None:
-    """Set ``host_state`` if state is stored on the host and parameters are stepped on the device."""
+    """Make what carries state to the device and back, if any parameter's state is stored on the host."""
     if companion.host_state is None:
         whole = companion.whole
         passes = any(
@@ -256,7 +270,7 @@ def _choose_places(
 
 
 def _move_to_host(optimizer: Optimizer, companion: ShardedCompanion) -> None:
-    """Move existing state to the place where it is stored between steps."""
+    """Move the state that is there to the host, for parameters whose state is stored there between steps."""
     if companion.host_state is not None:
         for p, values in optimizer.state.items():
             host = host_of_state(p) if isinstance(p, torch.Tensor) else None
@@ -289,7 +303,7 @@ def _state_as_ragged(optimizer: Optimizer) -> None:
     _move_to_host(optimizer, companion)
 
 
-#: The parameters and the state of an optimizer outside of its step, and each parameter with its stand-in.
+#: What a step puts back at its end: the parameters of each group, the state, and each parameter with its stand-in.
 _Outside = tuple[list[list[Any]], Any, list[tuple[Any, LocalStandIn | None]]]
 
 
@@ -301,15 +315,18 @@ class _ShardedStep:
     state: Any
 
     def _followed(self) -> None:
-        """Go on with parameters that have just replaced others in the groups."""
+        """Do what a subclass needs after parameters have replaced others in the groups."""
 
     @torch.no_grad()
     def _enter(self) -> tuple[_Outside, tuple[list[list[torch.Tensor]], Any]]:
-        """Prepare local stand-ins for the groups and the state. Changes neither.
+        """Prepare a step on local tensors, and change neither groups nor state yet.
 
-        Returns what :meth:`_leave` and :meth:`_put_in` take: the values of now, with each parameter and its stand-in,
-        if it has one; then the stand-ins and their state. A model has thousands of parameters, so they are looked at
-        once.
+        A model has thousands of parameters, so this is one loop over them.
+
+        Returns:
+            The arguments of :meth:`_leave`, which ends the step: the groups' parameters and the state of now, and each
+            parameter with its stand-in, if it has one. Then those of :meth:`_put_in`, which begins it: the local
+            tensors of each group, and their state.
         """
         companion = sharded_companion(self)
         stand_ins, whole = companion.stand_ins, companion.whole
@@ -395,7 +412,10 @@ class _ShardedStep:
             companion.hidden_state = outer
 
     def _finish_leaving(self) -> None:
-        """Put the parameters back if an exception, as of a signal's handler, came while a step put them back."""
+        """Put the parameters back if the step before could not.
+
+        An exception, such as one of a signal's handler, may come just while a step puts them back.
+        """
         companion = sharded_companion(self)
         if companion.unfinished is not None:
             self._leave(*companion.unfinished)
@@ -416,7 +436,7 @@ class _ShardedStep:
 
     @contextmanager
     def _on_device(self, unit: Unit) -> Iterator[None]:
-        """A context for a step of this unit's parameters, with their state on the device."""
+        """Have the state of this unit's parameters on the device inside this context, for a step of them."""
         host = unit.state_host
         if host is None:
             yield
@@ -431,7 +451,7 @@ class _ShardedStep:
                 self.state = inner
 
     def _send_state(self, unit: Unit, params: list[torch.Tensor]) -> None:
-        """Begin to copy the state of the unit's ``params`` to the device, because they are stepped soon."""
+        """Begin to copy the state of the unit's ``params`` to the device, because they will be stepped soon."""
         host = unit.state_host
         if host is not None:
             companion = sharded_companion(self)
@@ -440,7 +460,7 @@ class _ShardedStep:
             companion.host_state.send(unit, host, [stand_ins[p].inner for p in params if p in stand_ins])
 
     def _settle_state(self) -> None:
-        """Release the device's memory, because no step follows for now."""
+        """Release the device's memory for state, because no further unit is stepped for now."""
         host_state = sharded_companion(self).host_state
         if host_state is not None:
             host_state.settle()
@@ -484,11 +504,7 @@ class _ShardedStep:
         before = len(self.param_groups)
         super().add_param_group(param_group)  # type: ignore[misc]
         try:
-            companion = sharded_companion(self)
-            needs_of_parameters = check(self.param_groups[before:], companion.needs)
-            _check_state_per_block(self, needs_of_parameters)
-            _choose_owners(companion, needs_of_parameters, cost_of(self))  # type: ignore[arg-type]
-            _choose_places(companion, needs_of_parameters)
+            _take_up(self, sharded_companion(self), self.param_groups[before:])
         except BaseException:
             del self.param_groups[before:]
             raise
@@ -503,7 +519,10 @@ class _ShardedStep:
         self._keep_gradient_dtypes(state_dict)
 
     def _keep_gradient_dtypes(self, state_dict: dict[str, Any]) -> None:
-        """Undo torch's cast of state to the parameter's dtype where it was in the dtype of the gradients."""
+        """Give loaded state its stored dtype back where that is the dtype of the gradients.
+
+        torch's ``load_state_dict`` casts state to the dtype of the parameter, which may be another one.
+        """
         for group, theirs in zip(self.param_groups, state_dict["param_groups"], strict=False):
             for p, number in zip(group["params"], theirs["params"], strict=False):
                 dtype = getattr(p, "grad_dtype", None)
@@ -524,20 +543,16 @@ class _ShardedStep:
 
 
 def _loads_itself(kind: type) -> bool:
-    """Whether the class defines its own ``load_state_dict``, which may read the tensors."""
+    """Return whether the class defines its own ``load_state_dict``, which may read the tensors."""
     return kind.load_state_dict is not Optimizer.load_state_dict  # type: ignore[attr-defined]
 
 
 def _kind_of(optimizer: Any) -> type:
-    """The optimizer's class without our mixin."""
+    """Return the optimizer's class without our mixin."""
     classes = type(optimizer).__mro__
     return classes[classes.index(_ShardedStep) + 1]
 
 
-_classes: dict[type, type] = {}
-
-
+@functools.cache
 def _sharded_class(kind: type) -> type:
-    if kind not in _classes:
-        _classes[kind] = type(f"Sharded{kind.__name__}", (_ShardedStep, kind), {})
-    return _classes[kind]
+    return type(f"Sharded{kind.__name__}", (_ShardedStep, kind), {})

@@ -97,7 +97,8 @@ def _local_state(key: str, value: Any, p: DTensor | RaggedTensor, optimizer: Opt
 def ragged_spec(
     optimizer: Optimizer, p: DTensor | RaggedTensor, key: str, value: Any, shape: torch.Size
 ) -> RaggedSpec | None:
-    """The spec of this state of ``p`` if its outer form is ragged: one element per block, or ``shape`` per element."""
+    """Return the spec of this state of ``p`` if its outer form is ragged: one element per block, or ``shape`` per
+    element."""
     if key in getattr(optimizer, "state_per_block", ()):
         return block_spec(p, optimizer.shard_needs(p))  # type: ignore[attr-defined]
     if isinstance(p, RaggedTensor) and isinstance(value, torch.Tensor) and value.shape == shape:

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
         with_keys,
     )
     from shardwright.planner.speed import Speed, in_time, speed_of
-    from shardwright.planner.text import as_json, as_values
+    from shardwright.planner.text import as_values
     from shardwright.planner.timeline import COMPUTE, Interval, Recording, Step, record, replay
     from shardwright.planner.verdict import Verdict, in_gib, judge
     from shardwright.planner.work import Work, work_of

@@ -17,7 +17,7 @@ from shardwright.planner.verdict import in_gib
 
 
 class Residual(NamedTuple):
-    """A plan and its run.
+    """A plan beside the run that followed it.
 
     Attributes:
         ended: the time of the run's end, in ISO form.
@@ -46,7 +46,7 @@ class Residual(NamedTuple):
 
 
 def file() -> Path:
-    """``$XDG_STATE_HOME/shardwright/plans.jsonl``, by default in ``~/.local/state``."""
+    """Return the file of residuals: ``$XDG_STATE_HOME/shardwright/plans.jsonl``, by default in ``~/.local/state``."""
     home = os.environ.get("XDG_STATE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~"), ".local", "state")
     return base / "shardwright" / "plans.jsonl"
@@ -68,7 +68,7 @@ def append(residual: Residual) -> None:
 
 
 def read() -> list[Residual]:
-    """The residuals that were kept, the oldest first."""
+    """Return the residuals that were kept, the oldest first."""
     try:
         lines = file().read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -89,7 +89,7 @@ def _residual(line: str) -> Residual | None:
 
 
 def in_words(residuals: Iterable[Residual]) -> str:
-    """A table with a row for each device: how far plans were from the bytes that runs have reserved."""
+    """Return a table with a row for each device: how far plans were from the bytes that runs have reserved."""
     by_device: dict[str, list[Residual]] = {}
     for each in residuals:
         by_device.setdefault(each.device, []).append(each)

@@ -26,7 +26,7 @@ ADDRESSES = (1 << 21) * LARGE_SEGMENT  #: of an expandable segment; few of them 
 
 
 class OutOfMemoryError(Exception):
-    """An allocation does not fit, also after the cache is empty.
+    """Raised if an allocation does not fit, even after the cache is empty.
 
     Attributes:
         wanted: bytes of the segment that the device cannot give.
@@ -60,7 +60,7 @@ class Rules:
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> Rules:
-        """The settings in environment variables.
+        """Return the settings in environment variables.
 
         Raises:
             ValueError: a setting that is not modelled here, or a value that PyTorch refuses.
@@ -85,7 +85,7 @@ def _variable(variables: Mapping[str, str]) -> str:
 
 
 def with_setting(variables: Mapping[str, str], setting: str) -> str:
-    """The assignment of an environment variable that adds a setting, as a shell takes it."""
+    """Return the assignment of an environment variable that adds a setting, as a shell takes it."""
     name = _variable(variables)
     return f"{name}={','.join(filter(None, (variables.get(name), setting)))}"
 
@@ -226,7 +226,7 @@ class CachingAllocator:
         self._searches = 0  #: of large blocks
 
     def rounded(self, nbytes: int) -> int:
-        """The size of a block for so many bytes."""
+        """Return the size of a block for a number of bytes."""
         divisions = self.rules.divisions
         if divisions > 1 and nbytes > UNIT * divisions:
             power = 1 << (nbytes.bit_length() - 1)
@@ -299,7 +299,7 @@ class CachingAllocator:
         return pool
 
     def _fitting(self, pool: _Pool, size: int) -> _Block | None:
-        """The smallest free block of the pool that is large enough, if the rules allow it."""
+        """Return the smallest free block of the pool that is large enough, if the rules allow it."""
         if not pool.is_small:
             self._searches += 1
         free = pool.free
@@ -321,7 +321,7 @@ class CachingAllocator:
         return block
 
     def _new(self, pool: _Pool, size: int) -> _Block:
-        """A block in memory that the device gives."""
+        """Return a block in memory that the device gives."""
         if self.allowed is not None and self.rules.collect_above:
             self._collect(int(self.allowed * self.rules.collect_above))
         block = self._reserved(pool, size)
@@ -361,7 +361,7 @@ class CachingAllocator:
     # -- expandable segments
 
     def _grown(self, pool: _Pool, size: int) -> _Block | None:
-        """A free block of an expandable segment, with further pages."""
+        """Return a free block of an expandable segment, with further pages."""
         block = self._growing(pool, size)
         if not block.is_mapped and not self._map(block, min(block.size, size)):
             return None
@@ -375,7 +375,7 @@ class CachingAllocator:
         return block
 
     def _growing(self, pool: _Pool, size: int) -> _Block:
-        """The first free block in the order of addresses that can have a size after it has got pages."""
+        """Return the first free block in the order of addresses that can have a size after it has got pages."""
         for _, block in pool.unmapped:
             first = block
             if (before := block.previous) is not None and not before.is_used:
@@ -499,7 +499,7 @@ class CachingAllocator:
 def replay(
     events: Iterable[Event], rules: Rules = Rules(), limit: int | None = None, allowed: int | None = None
 ) -> CachingAllocator:
-    """The allocator after the allocations and frees of a program. Blocks of the host are not the allocator's."""
+    """Return the allocator after the allocations and frees of a program. Blocks of the host are not the allocator's."""
     allocator = CachingAllocator(rules, limit, allowed)
     run(allocator, events)
     return allocator

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from shardwright.planner.program import (
     Phase,
     Program,
     Wait,
+    numbering,
 )
 
 FORMAT = 3  #: changes with the content of the files
@@ -33,7 +34,7 @@ KEPT = 64  #: files; the oldest ones are removed
 
 
 def folder() -> Path:
-    """``$XDG_CACHE_HOME/shardwright/plans``, by default in ``~/.cache``."""
+    """Return the folder of programs: ``$XDG_CACHE_HOME/shardwright/plans``, by default in ``~/.cache``."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~"), ".cache")
     return base / "shardwright" / "plans"
@@ -41,7 +42,7 @@ def folder() -> Path:
 
 @without_collections()
 def load(key: str) -> Program | None:
-    """The program that was stored for a key; None: there is none that can be read."""
+    """Return the program that was stored for a key, or None if there is none that can be read."""
     path = _path(key)
     try:
         digest, _, content = path.read_bytes().partition(b"\n")
@@ -84,44 +85,31 @@ def _digest(content: bytes) -> str:
 # -- the form: for each kind of event a letter, and its fields in one list of numbers
 
 
-class _Table:
-    """Values by number."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
-
-    def __call__(self, value: Hashable) -> int:
-        return self._numbers.setdefault(value, len(self._numbers))
-
-    def values(self) -> list[Any]:
-        return list(self._numbers)
-
-
 def _encoded(program: Program) -> dict[str, Any]:
-    words, kernels = _Table(), _Table()
+    words, kernels = numbering(), numbering()
     letters: list[str] = []
     numbers: list[int] = []
     for event in program.events:
         letters.append(_LETTERS[type(event)])
         if isinstance(event, Alloc):
-            numbers += event.block, event.nbytes, words(event.stream), event.owner
+            numbers += event.block, event.nbytes, words[event.stream], event.owner
         elif isinstance(event, Free):
             numbers.append(event.block)
         elif isinstance(event, Kernel):
-            numbers.append(kernels(event))
+            numbers.append(kernels[event])
         elif isinstance(event, Mark):
-            numbers += event.number, words(event.stream)
+            numbers += event.number, words[event.stream]
         elif isinstance(event, Wait):
-            numbers += words(event.stream), event.mark
+            numbers += words[event.stream], event.mark
         elif isinstance(event, HostWait):
             numbers.append(event.mark)
         else:
-            numbers.append(words(event.name))
+            numbers.append(words[event.name])
     return {
         "letters": "".join(letters),
         "numbers": numbers,
-        "words": words.values(),
-        "kernels": kernels.values(),
+        "words": list(words),
+        "kernels": list(kernels),
         "owners": program.owners,
         "tokens": program.tokens,
         "model_flops": program.model_flops,

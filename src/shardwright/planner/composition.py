@@ -31,6 +31,7 @@ from shardwright.planner.program import (
     Owner,
     Program,
     Wait,
+    numbering,
 )
 
 NO_EVENT = -1
@@ -40,7 +41,7 @@ Values = tuple[int, ...]
 
 
 class Crossing(Exception):
-    """The size of a constant that grows with the layers crosses the edge.
+    """Raised if a constant whose size grows with the layers becomes larger than ``edge`` bytes.
 
     Attributes:
         layers: a number of layers with which it has crossed it.
@@ -61,7 +62,7 @@ def compose(programs: Sequence[Program], layers: int, wanted: int, edge: int) ->
     Raises:
         Crossing: programs of more layers are needed.
     """
-    words = _Words()
+    words = numbering()
     short, long, *more = (_Read(program, words) for program in programs)
     runs = _runs(short, long)
     if not runs:
@@ -76,16 +77,6 @@ def compose(programs: Sequence[Program], layers: int, wanted: int, edge: int) ->
 # -- reading
 
 
-class _Words:
-    """A number for each text or tuple."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
-
-    def __call__(self, word: Hashable) -> int:
-        return self._numbers.setdefault(word, len(self._numbers))
-
-
 class _Read:
     """A program, with the parts of its events that repeat.
 
@@ -96,7 +87,7 @@ class _Read:
         refers: the index of the event that a ``Free`` or a wait refers to, or ``NO_EVENT``.
     """
 
-    def __init__(self, program: Program, words: _Words) -> None:
+    def __init__(self, program: Program, words: dict[Hashable, int]) -> None:
         self.events = program.events
         self.owners = program.owners
         self.exact: list[int] = []
@@ -140,21 +131,19 @@ class _Read:
         key: Hashable,
         refers: int,
         owners: list[tuple[Hashable, Hashable, Values]],
-        words: _Words,
+        words: dict[Hashable, int],
     ) -> tuple[int, int, Values]:
-        """An event's exact number, its kind and its values."""
+        """Return an event's exact number, its kind and its values."""
         if isinstance(event, Alloc):
             exact_owner, kind_owner, of_owner = owners[event.owner]
-            exact = words((0, event.nbytes, event.stream, exact_owner))
-            return exact, words((0, event.stream, kind_owner)), (event.nbytes, *of_owner)
+            exact = words[0, event.nbytes, event.stream, exact_owner]
+            return exact, words[0, event.stream, kind_owner], (event.nbytes, *of_owner)
         if isinstance(event, Free):
-            return words(key), words((1, self.kinds[refers])), ()
+            return words[key], words[1, self.kinds[refers]], ()
         if isinstance(event, Kernel):
-            kind = words(
-                (2, event.name, event.stream, event.dtype, event.group, tuple(map(len, event.shapes)))
-            )
-            return words(key), kind, (event.nbytes, *(size for shape in event.shapes for size in shape))
-        return words(key), words(key), ()
+            kind = words[2, event.name, event.stream, event.dtype, event.group, tuple(map(len, event.shapes))]
+            return words[key], kind, (event.nbytes, *(size for shape in event.shapes for size in shape))
+        return words[key], words[key], ()
 
     @staticmethod
     def _owner(owner: Owner) -> tuple[Hashable, Hashable, Values]:
@@ -189,7 +178,10 @@ class _Run(NamedTuple):
 
 
 def _runs(short: _Read, long: _Read) -> list[_Run] | None:
-    """The runs of a program, of which another one has one more repetition each. None: they differ otherwise, too."""
+    """Return the runs of a program, of which another one has one more repetition each.
+
+    None: they differ otherwise, too.
+    """
     runs: list[_Run] = []
     a, b = short.exact, long.exact
     i = j = behind = 0
@@ -218,8 +210,8 @@ def _runs(short: _Read, long: _Read) -> list[_Run] | None:
 
 
 def _period(short: _Read, long: _Read, i: int, j: int) -> tuple[int, int]:
-    """The length of a piece of ``long`` from ``j`` that repeats the piece before it, and after which ``long`` goes on
-    as ``short`` from ``i``; and for how many events it does so. 0: there is none."""
+    """Return the length of a piece of ``long`` from ``j`` that repeats the piece before it, and after which ``long``
+    goes on as ``short`` from ``i``; and for how many events it does so. 0: there is none."""
     a, b, exact = short.kinds, long.kinds, long.exact
     best, longest = 0, -1
     for period in range(1, min(j, (len(b) - j) - (len(a) - i)) + 1):
@@ -234,7 +226,7 @@ def _period(short: _Read, long: _Read, i: int, j: int) -> tuple[int, int]:
 
 
 def _common(a: list[int], b: list[int], i: int, j: int) -> int:
-    """The number of equal items from ``i`` and ``j`` on."""
+    """Return the number of equal items from ``i`` and ``j`` on."""
     most = min(len(a) - i, len(b) - j)
     n, step = 0, 256
     while n + step <= most and a[i + n : i + n + step] == b[j + n : j + n + step]:
@@ -292,7 +284,7 @@ class _Shape:
         return self.events + (layers - self.layers) * sum(run.period for run in self.runs)
 
     def places(self, layers: int) -> list[_Place]:
-        """The place of each event, as a target of references.
+        """Return the place of each event, as a target of references.
 
         Events beside a run count as of one more repetition. So the first and the last repetition, which refer to them,
         follow the same law as the others.
@@ -314,7 +306,7 @@ class _Shape:
         return places
 
     def runs_of_events(self, layers: int) -> list[int]:
-        """The number of the run that each event is in, or ``NO_EVENT``."""
+        """Return the number of the run that each event is in, or ``NO_EVENT``."""
         more = layers - self.layers
         numbers: list[int] = []
         at = 0
@@ -324,7 +316,7 @@ class _Shape:
         return numbers + [NO_EVENT] * (self.events - at)
 
     def starts(self, layers: int) -> list[int]:
-        """The index of the first event of each run."""
+        """Return the index of the first event of each run."""
         more, added = layers - self.layers, 0
         starts = []
         for run in self.runs:
@@ -347,7 +339,7 @@ class _Law(NamedTuple):
     by_layers: Values
 
     def of_layers(self, layers: int) -> Values:
-        """The values in repetition 0."""
+        """Return the values in repetition 0."""
         return _added(self.constant, self.by_layers, layers)
 
     def values(self, repetition: int, layers: int) -> Values:
@@ -359,7 +351,7 @@ def _added(values: Values, factors: Values, times: int) -> Values:
 
 
 def _difference(one: Values, two: Values) -> Values:
-    """The differences of two lists of values; empty if there are none."""
+    """Return the differences of two lists of values; empty if there are none."""
     return tuple([b - a for a, b in zip(one, two, strict=True)]) if one != two else ()
 
 
@@ -400,7 +392,7 @@ class _Laws:
         self.added: list[list[_Law]] = []
 
     def hold(self) -> bool:
-        """Find the laws; whether they hold in all programs."""
+        """Find the laws, and return whether they hold in all programs."""
         shape = self._shape
         layers = range(shape.layers, shape.layers + len(self._reads))
         if any(shape.length(n) != len(read.events) for n, read in zip(layers, self._reads, strict=True)):
@@ -425,7 +417,7 @@ class _Laws:
         return True
 
     def _fitted(self, samples: Sequence[_Sample]) -> _Law | None:
-        """The law of an event outside of added repetitions."""
+        """Return the law of an event outside of added repetitions."""
         one, two, *more = samples
         if any(each[:3] != one[:3] for each in samples):
             return None
@@ -436,8 +428,8 @@ class _Laws:
         return _Law(one.run, one.offset, constant, (), by_layers)
 
     def _law_of_run(self, short: _Of, long: _Of, number: int, run: _Run, offset: int) -> _Law | None:
-        """The law of an event of a repetition, by the one that is added, the one before it and the one behind it, if
-        there is one."""
+        """Return the law of an event of a repetition, by the one that is added, the one before it and the one behind
+        it, if there is one."""
         added, at = long.added[number][offset], run.before
         beside = [run.middle - run.period + offset, run.middle + offset][: run.repeats - at + 1]
         found: list[_Law] = []
@@ -490,7 +482,7 @@ class _Laws:
 
 
 class _Impossible(Exception):
-    """A law leads to events that no program has."""
+    """Raised if the laws give events that no program can have."""
 
 
 class _Writer:
@@ -535,7 +527,7 @@ class _Writer:
                 self._write(event, law, _added(values, factors, repetition) if factors else values)
 
     def _write(self, event: Event, law: _Law, values: Values) -> None:
-        """Write an event as one of the shortest program, with the values of a law."""
+        """Write an event like one of the shortest program, but with the values of a law."""
         events = self._events
         at = len(events)
         if isinstance(event, Kernel):
@@ -593,7 +585,7 @@ class _Writer:
         return index
 
     def _place(self, law: _Law, repetition: int) -> int:
-        """The index of the event to which a law refers."""
+        """Return the index of the event to which a law refers."""
         if law.run == NO_EVENT:
             more = self._layers - self._shape.layers
             return law.offset + sum(more * run.period for run in self._shape.runs if run.start <= law.offset)

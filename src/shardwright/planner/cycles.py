@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Inside the context Python does not look for cycles."""
+    """Keep Python from looking for cycles inside this context."""
     if not gc.isenabled():
         yield
         return
@@ -22,7 +22,7 @@ def without_collections() -> Iterator[None]:
 
 @contextmanager
 def one_collection() -> Iterator[None]:
-    """Python looks for cycles once, at the end of the context, and never again among what the first one leaves alive.
+    """Let Python look for cycles only once, at the end of this context, and keep what is alive then from later looks.
 
     For work that repeats, such as the plans of a search. Each leaves a whole model that only Python's search finds.
     What they share, mostly modules, is the larger part of all objects: `search_all` has it searched again.

@@ -27,7 +27,7 @@ SPREADS = ("products", "attention", "memory", "links", "host")
 
 
 class MeasuredError(ValueError):
-    """A table of a device file that cannot be read; in one line."""
+    """Raised for a table of a device file that cannot be read. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,20 @@ class Measured:
         return any(len(point) == 2 for rows in self.kernels.values() for point in rows)
 
     def has(self, kernel: Kernel, work: Work) -> bool:
-        """Whether the tables are for a kernel. Tables that are not whole are for products and attention alone, in their
-        own dtypes and directions."""
+        """Return whether the tables are for a kernel.
+
+        Tables that are not whole are for products and attention alone, in their own dtypes and directions.
+        """
         return self.whole or (work.kind in ("products", "attention") and bool(self._same_dtype(kernel, work)))
 
     def seconds(self, kernel: Kernel, work: Work) -> float:
-        """The time of a kernel that is no collective."""
+        """Return the time of a kernel that is no collective."""
         if work.kind == "products" or work.kind == "attention":
             return self._by_sizes(kernel, work)
         return interpolated(self._points(kernel), work.nbytes)
 
     def collective(self, name: str, nbytes: float, ranks: int) -> float:
-        """The time of a collective of so many whole bytes; NCCL's rings are assumed between GPUs."""
+        """Return the time of a collective whose whole has ``nbytes``. NCCL's rings are assumed between GPUs."""
         kind = kind_of_collective(name)
         seconds = interpolated(self.collectives[kind], nbytes)
         if (
@@ -81,7 +83,8 @@ class Measured:
         return seconds * ((ranks - 1) / ranks) / ((self.ranks - 1) / self.ranks)
 
     def _points(self, kernel: Kernel) -> list[Point]:
-        """The points of the operation with such shapes; else with its dtype; else with any; else of all operations."""
+        """Return the points of the operation with such shapes; else with its dtype; else with any; else of all
+        operations."""
         exact = key_of(kernel)
         if (points := self._found.get(exact)) is None:
             name, dtype, _ = exact.split(" ", 2)
@@ -105,7 +108,7 @@ class Measured:
         return points
 
     def _by_sizes(self, kernel: Kernel, work: Work) -> float:
-        """From the rates of the nearest sizes: of the operation and dtype, else of the dtype, else of any."""
+        """Return the seconds by the rates of the nearest sizes: for the operation and dtype, the dtype, or any."""
         points = self._same_dtype(kernel, work)
         if not points:
             points = [point for rows in self._like(kernel, work).values() for point in rows]
@@ -114,14 +117,14 @@ class Measured:
         return work.flops / rate_of(points, work)
 
     def _same_dtype(self, kernel: Kernel, work: Work) -> list[Point]:
-        """The points of the operation and dtype; else of operations like it in the dtype."""
+        """Return the points of the operation and dtype; else of operations like it in the dtype."""
         if own := self.kernels.get(f"{kernel.name} {kernel.dtype}"):
             return list(own)
         like = self._like(kernel, work).items()
         return [point for key, rows in like if key.endswith(f" {kernel.dtype}") for point in rows]
 
     def _like(self, kernel: Kernel, work: Work) -> dict[str, Sequence[Point]]:
-        """The tables of operations like this one, in any dtype."""
+        """Return the tables of operations like this one, in any dtype."""
         return {
             key: rows
             for key, rows in self.kernels.items()
@@ -131,7 +134,7 @@ class Measured:
 
 
 def rate_of(points: Sequence[Point], work: Work) -> float:
-    """Operations a second of a kernel of these sizes: a mean over the nearest points, by their distances."""
+    """Return operations a second of a kernel of these sizes: a mean over the nearest points, by their distances."""
     at = [math.log2(max(size, 1)) for size in work.sizes]
     near: list[tuple[float, float]] = []
     scale = work.flops / math.prod(work.sizes)
@@ -145,8 +148,11 @@ def rate_of(points: Sequence[Point], work: Work) -> float:
 
 
 def interpolated(points: Sequence[Point], nbytes: float) -> float:
-    """The seconds at so many bytes: between two points on a line of logarithms, below the first one its seconds, above
-    the last one its rate. ``points``: sorted, with different bytes."""
+    """Return the seconds for a number of bytes, from points that are sorted and have different bytes.
+
+    Between two points it is on the line between their logarithms. Below the first point it has that point's seconds,
+    and above the last one that point's rate.
+    """
     below = [point for point in points if point[0] <= nbytes]
     if not below:
         return points[0][1]
@@ -158,7 +164,7 @@ def interpolated(points: Sequence[Point], nbytes: float) -> float:
 
 
 def merged(points: Iterable[Point]) -> list[Point]:
-    """The points in order; those with nearly as many bytes are one, with the median of the seconds a byte."""
+    """Return the points in order; those with nearly as many bytes are one, with the median of the seconds a byte."""
     groups: dict[int, list[Point]] = defaultdict(list)
     for point in points:
         groups[round(3 * math.log2(max(point[0], 1)))].append(point)
@@ -170,8 +176,10 @@ def merged(points: Iterable[Point]) -> list[Point]:
 
 
 def errors_between(points: Sequence[Point]) -> list[float]:
-    """The errors with which the other points of a table predict each of its points. Points that are one for a plan
-    (:func:`merged`) are one here. Nothing for a table with a single point."""
+    """Return the errors with which the other points of a table predict each of its points.
+
+    Points that are one for a plan (:func:`merged`) are one here. Nothing for a table with a single point.
+    """
     if len(points[0]) == 2:
         return [
             error(interpolated(rest, nbytes), seconds)
@@ -185,12 +193,13 @@ def errors_between(points: Sequence[Point]) -> list[float]:
 
 
 def kind_of_table(table: str, point: Sequence[float]) -> str:
-    """The name in ``SPREADS`` of a table of kernels, by its key and the sizes of a point, without the seconds."""
+    """Return the name in ``SPREADS`` of a table of kernels, by its key and the sizes of a point, without
+    the seconds."""
     return "attention" if "attention" in table else "products" if len(point) == 4 else "memory"
 
 
 def key_of(kernel: Kernel) -> str:
-    """The table of a kernel: its operation, its dtype, and how its other shapes differ from the first one.
+    """Return the table of a kernel: its operation, its dtype, and how its other shapes differ from the first one.
 
     ``=``: as the first one. A shape with as many dimensions has ``-`` for each that is as large and ``1`` or ``x`` for
     others. Else it is the number of dimensions.
@@ -210,14 +219,14 @@ def key_of(kernel: Kernel) -> str:
 
 
 def table_of(kernel: Kernel, work: Work) -> tuple[str, Point]:
-    """The table into which the time of a kernel goes, and the sizes of its point."""
+    """Return the table into which the time of a kernel goes, and the sizes of its point."""
     if work.kind == "products" or work.kind == "attention":
         return f"{kernel.name} {kernel.dtype}", tuple(work.sizes)
     return key_of(kernel), (work.nbytes,)
 
 
 def kind_of_collective(name: str) -> str:
-    """``gather``, ``scatter`` or ``reduce``."""
+    """Return the kind of a collective: ``gather``, ``scatter`` or ``reduce``."""
     if "reduce_scatter" in name or "scatter" in name:
         return "scatter"
     return "reduce" if "reduce" in name else "gather"
@@ -227,7 +236,7 @@ def kind_of_collective(name: str) -> str:
 
 
 def as_toml(values: Mapping[str, Any]) -> str:
-    """A device file. Values are texts, numbers, booleans, lists of numbers or points, and tables of these."""
+    """Return a device file. Values are texts, numbers, booleans, lists of numbers or points, and tables of these."""
     lines: list[str] = []
     _write(lines, "", values)
     return "\n".join(lines).strip() + "\n"
@@ -264,7 +273,7 @@ def _value(value: Any) -> str:
 
 
 def measurement_values(measured: Measured) -> dict[str, Any]:
-    """The table ``[measured]`` of a device file, without ``on_host``."""
+    """Return the table ``[measured]`` of a device file, without ``on_host``."""
     return {
         "ranks": measured.ranks,
         "host": dict(measured.host),
@@ -279,7 +288,7 @@ def _sorted(points: Iterable[Point]) -> list[list[float]]:
 
 
 def read_measured(key: str, values: Any, on_host: bool, all_figures: bool = False) -> Measured:
-    """The table ``[measured]`` of the device ``key``.
+    """Return the table ``[measured]`` of the device ``key``.
 
     ``all_figures``: the file has figures for all kernels, so the tables need not be whole.
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,7 +27,7 @@ ALL_PAIRS = "all_pairs."
 
 
 class Alloc(NamedTuple):
-    """A block of memory is taken on a stream, or on the host."""
+    """The event that a block of memory is taken on a stream, or on the host."""
 
     block: int  #: its number, used once in a program
     nbytes: int
@@ -39,13 +41,13 @@ class Alloc(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A block is given back."""
+    """The event that a block is given back."""
 
     block: int
 
 
 class Kernel(NamedTuple):
-    """Work is queued on a stream."""
+    """The event that work is queued on a stream."""
 
     name: str
     stream: str
@@ -57,27 +59,27 @@ class Kernel(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """An event is recorded on a stream."""
+    """The event that a stream marks its present place, for which others can wait."""
 
     number: int
     stream: str
 
 
 class Wait(NamedTuple):
-    """A stream waits for a mark."""
+    """The event that a stream waits for a mark."""
 
     stream: str
     mark: int
 
 
 class HostWait(NamedTuple):
-    """The host waits for a mark."""
+    """The event that the host waits for a mark."""
 
     mark: int
 
 
 class Phase(NamedTuple):
-    """A part of the run begins, such as ``build``, ``forward``, ``backward`` or ``optimizer``."""
+    """The event that a part of the run begins, such as ``build``, ``forward``, ``backward`` or ``optimizer``."""
 
     name: str
 
@@ -103,6 +105,11 @@ class Owner(NamedTuple):
     what: str
     line: str
     shape: str = ""
+
+
+def numbering() -> dict[Hashable, int]:
+    """Return a dict that gives each key that is looked up the next number, from 0."""
+    return defaultdict(itertools.count().__next__)
 
 
 @dataclass
@@ -155,11 +162,12 @@ class Program:
         return any(isinstance(event, Alloc) and event.stream.startswith(GRAPH) for event in self.events)
 
     def phase_starts(self) -> Iterator[tuple[int, str]]:
-        """The index and the name of each phase."""
+        """Return the index and the name of each phase."""
         return ((i, event.name) for i, event in enumerate(self.events) if isinstance(event, Phase))
 
     def peak(self, first: int = 0, stop: int | None = None, on_host: bool = False) -> Peak:
-        """The peak among the events from ``first`` to before ``stop``. Earlier events say what is live at ``first``.
+        """Return the peak among the events from ``first`` to before ``stop``. Earlier events say what is live at
+        ``first``.
 
         ``on_host``: of the host's memory, and not of the device's.
 
@@ -214,7 +222,7 @@ class Program:
         return peaks
 
     def live(self, stop: int | None = None) -> list[Alloc]:
-        """The allocations before event ``stop`` that have not been freed there."""
+        """Return the allocations before event ``stop`` that have not been freed there."""
         live: dict[int, Alloc] = {}
         for event in self.events[:stop]:
             if isinstance(event, Alloc):
@@ -224,7 +232,7 @@ class Program:
         return list(live.values())
 
     def with_further_steps(self, count: int) -> Iterator[list[Event]]:
-        """The events before the last step, those of it, of each further step, and the events after these.
+        """Yield the events before the last step, those of it, of each further step, and the events after these.
 
         Blocks of further steps have new numbers, marks do not. There are no further steps if the program has a single
         one, or if the last one does not leave blocks as it has found them. Frees in the events after the steps have the
@@ -272,11 +280,11 @@ class Program:
         ]
 
     def _likeness(self, alloc: Alloc) -> Hashable:
-        """A value that is equal for blocks of two steps if one is there in the place of the other."""
+        """Return a value that is equal for blocks of two steps if one is there in the place of the other."""
         return alloc.nbytes, alloc.stream, self.owners[alloc.owner]._replace(group="")
 
     def last_step(self) -> tuple[int, int]:
-        """The first event of the last step, and the one after it; both 0 if there are no two steps.
+        """Return the first event of the last step, and the one after it; both 0 if there are no two steps.
 
         A trainer says where steps begin. In another loop they end with the optimizer.
         """
@@ -293,7 +301,7 @@ class Program:
         return (ends[-2], ends[-1]) if len(ends) > 1 else (0, 0)
 
     def without_passing(self, phase: str) -> Program:
-        """The program without the blocks that are taken and freed in the first phase of this name."""
+        """Return the program without the blocks that are taken and freed in the first phase of this name."""
         starts = [*self.phase_starts(), (len(self.events), "")]
         first = next(i for i, (_, name) in enumerate(starts) if name == phase)
         inside = self.events[starts[first][0] : starts[first + 1][0]]

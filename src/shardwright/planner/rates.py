@@ -74,7 +74,7 @@ _OF_GENERATION = {
 
 @dataclass(frozen=True)
 class Rates:
-    """Times on a device.
+    """The rates of a device, from which the time of each kernel follows.
 
     Attributes:
         figures: of the device.
@@ -88,11 +88,11 @@ class Rates:
 
     @classmethod
     def of(cls, figures: Figures, ranks: int = 1) -> Rates:
-        """The likely rates."""
+        """Return the likely rates."""
         return cls(figures, {name: span.likely for name, span in ranges_of(figures).items()}, ranks)
 
     def with_share(self, name: str, value: float) -> Rates:
-        """The same with another share."""
+        """Return these rates with another value of one share."""
         return replace(self, shares={**self.shares, name: value})
 
     @property
@@ -102,7 +102,7 @@ class Rates:
         return math.sqrt(max(self.figures.power - OF_MEMORY, 0.0) / (1 - OF_MEMORY))
 
     def seconds(self, kernel: Kernel, work: Work) -> float:
-        """The time of a kernel where nothing else runs: on the device, or on its host."""
+        """Return the time of a kernel where nothing else runs: on the device, or on its host."""
         if work.kind == "communication":
             return self.collective(kernel)
         if work.kind == "nothing":
@@ -129,15 +129,15 @@ class Rates:
         return moved + launch
 
     def _beside_likely(self, name: str) -> float:
-        """A share as a multiple of the likely one, by which measured times are divided."""
+        """Return a share as a multiple of the likely one, by which measured times are divided."""
         return self.shares[name] / ranges_of(self.figures)[name].likely
 
     def ideal(self, kernel: Kernel, work: Work) -> float:
-        """The time of its products at the device's peak."""
+        """Return the time of its products at the device's peak."""
         return work.flops / self.peak(kernel.dtype) if work.kind in ("products", "attention") else 0.0
 
     def host(self, kernel: Kernel, work: Work) -> float:
-        """The time of the host until it has queued a kernel."""
+        """Return the time of the host until it has queued a kernel."""
         if work.kind == "communication":
             return self.shares["host_collective"]
         return self.shares["host_compiled" if kernel.name.startswith("fused_") else "host"]
@@ -149,14 +149,15 @@ class Rates:
         return flops.get(name) or flops["float32"]
 
     def _filled(self, batch: int, rows: int, columns: int, length: int) -> float:
-        """The part of the device that a product uses: its last tiles leave some parts idle, and short sums all."""
+        """Return the part of the device that a product uses: its last tiles leave some parts idle, and
+        short sums all."""
         tiles = batch * math.ceil(rows / TILE) * math.ceil(columns / TILE)
         rounds = math.ceil(tiles / self.figures.units)
         covered = rows * columns * batch / (tiles * TILE * TILE)
         return max(tiles / (rounds * self.figures.units) * covered * length / (length + RAMP), 1e-3)
 
     def collective(self, kernel: Kernel) -> float:
-        """The time of a collective: rings within a node and between nodes, of which the slower one counts."""
+        """Return the time of a collective: rings within a node and between nodes, of which the slower one counts."""
         ranks, stride = kernel.group
         if ranks < 2:
             return 0.0
@@ -176,7 +177,7 @@ class Rates:
 
 
 def ranges_of(figures: Figures) -> dict[str, Range]:
-    """The shares that programs reach on a device, by name."""
+    """Return the shares that programs reach on a device, by name."""
     if figures.measured is not None and figures.measured.whole:
         return _of_measured(figures.measured)
     names = "products", "attention", "attention_backward"
@@ -184,7 +185,7 @@ def ranges_of(figures: Figures) -> dict[str, Range]:
 
 
 def _of_measured(measured: Measured) -> dict[str, Range]:
-    """The shares of measured times: 1, with a range as far as repeated measurements differ."""
+    """Return the shares of measured times: 1, with a range as far as repeated measurements differ."""
 
     def around(name: str, likely: float = 1.0, way: int = 1) -> Range:
         other = measured.spread[name]
@@ -202,13 +203,13 @@ def _of_measured(measured: Measured) -> dict[str, Range]:
 
 
 def spread(ranks: int, stride: int, node: int) -> tuple[int, int]:
-    """The nodes of a group whose ranks are ``stride`` apart, and its members in each."""
+    """Return the nodes of a group whose ranks are ``stride`` apart, and its members in each."""
     members = max(1, min(ranks, node // stride)) if stride < node else 1
     return math.ceil(ranks / members), members
 
 
 def _traffic(kernel: Kernel) -> tuple[float, int]:
-    """Bytes of the whole tensor of a collective, and how often they go round."""
+    """Return the bytes of the whole tensor of a collective, and how often they go round."""
     name, ranks = kernel.name, kernel.group[0]
     if "allreduce" in name or "all_reduce" in name:
         return kernel.nbytes, 2
@@ -220,5 +221,5 @@ def _traffic(kernel: Kernel) -> tuple[float, int]:
 
 
 def _latency(ranks: int, nodes: int) -> float:
-    """Seconds until the first byte has gone round a ring. Source: ``torch/_inductor/comm_analysis.py``, for NCCL."""
+    """Return seconds until the first byte has gone round a ring, by ``torch/_inductor/comm_analysis.py``, for NCCL."""
     return 8.4e-6 + 3.4e-6 * (ranks - nodes) + 14e-6 * (nodes - 1)

@@ -17,7 +17,7 @@ Keys = tuple[tuple[str, str], ...]
 """Keys of a configuration, as SECTION.KEY, and the texts of their values."""
 Point = tuple[int, ...]
 Later = Callable[[], "Found | None"]
-"""Waits for a plan; None: the settings do not go together."""
+"""A function that waits for a plan and returns it, or None if the settings do not go together."""
 Plan = Callable[[Keys], Later]
 """Begins the plan of some settings."""
 #: Plans that are made at a time if nobody says how many: more of them are often plans that others make needless.
@@ -80,7 +80,7 @@ def search_widely(
     width: int = 1,
     likeness: Callable[[Keys], Hashable] = frozenset,
 ) -> list[Found]:
-    """Plans of the job as it is, which is the first one, of grids, and of grids with further settings if needed.
+    """Plan the job as it is, then grids of settings, and grids with further settings if needed. Return all plans.
 
     If nothing fits, or no grid is without further settings, the first of the further and of the smaller settings with
     which the smallest point fits are searched, and the first of ``last``, each unless its smallest point is slower than
@@ -110,7 +110,7 @@ def search_widely(
         return begin(keys)()
 
     def corner(keys: Keys) -> Found | None:
-        """The plan of the smallest point that fits, or of any, of the first grid that has one."""
+        """Return the plan of the smallest point that fits, or of any, of the first grid that has one."""
         for axes in grids(keys):
             smallest: Found | None = None
             for point in corners(axes):
@@ -122,7 +122,7 @@ def search_widely(
         return None
 
     def fits(keys: Keys) -> bool:
-        """Whether the smallest point fits, or may fit: no grid has a plan of it."""
+        """Return whether the smallest point fits, or may fit: no grid has a plan of it."""
         return bool(grids(keys)) and ((found := corner(keys)) is None or found.fits)
 
     def look(keys: Keys) -> None:
@@ -131,7 +131,7 @@ def search_widely(
                 return
 
     def first(keys: Keys, values: Sequence[Keys]) -> Keys | None:
-        """The first of the values with which a point fits; none if the last one has no such point."""
+        """Return the first of the values with which a point fits; none if the last one has no such point."""
         settings = [each for value in values if grids(each := with_keys(keys, value))]
         return next(filter(fits, settings), None) if settings and fits(settings[-1]) else None
 
@@ -170,19 +170,19 @@ def search_widely(
 
 
 def corners(axes: Sequence[Axis]) -> Iterator[Keys]:
-    """The settings of the points that may take the least memory, the likely one first."""
+    """Yield the settings of the points that may take the least memory, the likely one first."""
     ends = ((axis.values[-1], axis.values[0]) if axis.lone else (axis.values[-1],) for axis in axes)
     for values in itertools.product(*ends):
         yield tuple(pair for keys in values for pair in keys)
 
 
 def with_keys(keys: Keys, other: Keys) -> Keys:
-    """The keys with the values of others, in place of their own."""
+    """Return the keys with the values of others, in place of their own."""
     return tuple({**dict(keys), **dict(other)}.items())
 
 
 def _kept(later: Later, plans: list[Found]) -> Later:
-    """Waits for a plan once, and adds it to others."""
+    """Return a function that waits for a plan once, adds it to ``plans`` and returns it."""
 
     @functools.cache
     def wait() -> Found | None:
@@ -195,7 +195,7 @@ def _kept(later: Later, plans: list[Found]) -> Later:
 
 
 def search(axes: Sequence[Axis], plan: Plan, width: int = 1) -> list[Found]:
-    """Plans of points, among them the fastest that fits if the order of the values holds; in the order of planning.
+    """Plan points of a grid until the fastest one that fits is known, if the order of the values holds.
 
     The neighbours of the fastest point are planned too, so that it is not missed where an order does not hold by one
     value. Those that take more memory than a point far above the device's are left out. Plans are read in the order in
@@ -276,19 +276,19 @@ def _slower(one: Point, other: Point) -> bool:
 
 
 def _larger(axes: Sequence[Axis], one: Point, other: Point) -> bool:
-    """Whether one point takes more memory than another for certain."""
+    """Return whether one point takes more memory than another for certain."""
     lone = [i for i, axis in enumerate(axes) if axis.lone]
     return _slower(other, one) and all((one[i] == 0) == (other[i] == 0) for i in lone)
 
 
 def fastest(plans: Iterable[Found | None]) -> Found | None:
-    """The fastest plan that fits; None: none does."""
+    """Return the fastest plan that fits, or None if none does."""
     fitting = [each for each in plans if each is not None and each.fits]
     return min(fitting, key=lambda each: each.seconds, default=None)
 
 
 def frontier(plans: Sequence[Found]) -> list[Found]:
-    """The plans that fit and for which no other is both faster and smaller, the fastest first."""
+    """Return the plans that fit and for which no other is both faster and smaller, the fastest first."""
     kept: list[Found] = []
     for each in sorted((each for each in plans if each.fits), key=lambda each: (each.seconds, each.nbytes)):
         if not kept or each.nbytes < kept[-1].nbytes:

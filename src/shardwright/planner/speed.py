@@ -78,7 +78,10 @@ class Speed:
         return self.model_flops / self.seconds[1] / self.peak
 
     def losses(self) -> list[Loss]:
-        """The parts of the likely time, from the model's operations at the peak on. Their sum is the step's time."""
+        """Return the parts of the likely time, from the model's operations at the peak on.
+
+        Their sum is the step's time.
+        """
         found, busy = self.timeline, self.timeline.busy
         ideal = self.model_flops / self.peak if self.model_flops else found.ideal
         parts = [
@@ -115,7 +118,7 @@ class Speed:
         ]
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Rows of a plan: a head and a text."""
+        """Yield the rows of a plan about speed: a head and a text."""
         low, likely, high = self.tokens_per_second
         rate = (
             f"{likely:,.0f} tokens/s on each device, between {low:,.0f} and {high:,.0f}; " if likely else ""
@@ -132,7 +135,7 @@ class Speed:
 
 
 def in_time(seconds: float) -> str:
-    """A duration in words, such as 12.3 ms, 1.86 s, 5.2 hours or 12 days."""
+    """Return a duration in words, such as 12.3 ms, 1.86 s, 5.2 hours or 12 days."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:
@@ -143,8 +146,8 @@ def in_time(seconds: float) -> str:
 
 
 def speed_of(program: Program, device: Device, ranks: int, with_range: bool = True) -> Speed | None:
-    """The speed of a program's last step. None: the device's speed is not known, or the program makes one step. With
-    offload also the bandwidth of the host's memory and of PCIe must be known.
+    """Return the speed of a program's last step. None: the device's speed is not known, or the program makes one step.
+    With offload also the bandwidth of the host's memory and of PCIe must be known.
 
     ``with_range``: find the range, too, which takes ten times as long.
     """
@@ -167,7 +170,7 @@ def speed_of(program: Program, device: Device, ranks: int, with_range: bool = Tr
 
 
 def _range(step: Step, figures: Figures, rates: Rates, likely: float) -> tuple[float, float, float]:
-    """The least, the likely and the largest time: the differences that groups of shares make, as if they were
+    """Return the least, the likely and the largest time: the differences that groups of shares make, as if they were
     independent of one another."""
     slower = faster = 0.0
     spans = ranges_of(figures)

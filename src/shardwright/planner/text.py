@@ -5,19 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from shardwright.common.json_text import strict_json
 from shardwright.planner.speed import Speed
 from shardwright.planner.verdict import Verdict, peak_in_words
-
-
-def as_json(
-    verdict: Verdict,
-    edits: Sequence[tuple[str, Verdict]] = (),
-    assumed: Mapping[str, object] = MappingProxyType({}),
-    failed: Mapping[str, str] = MappingProxyType({}),
-) -> str:
-    """The values of a verdict as JSON, see :func:`as_values`."""
-    return strict_json(as_values(verdict, edits, assumed, failed), indent=2)
 
 
 def as_values(
@@ -26,8 +15,11 @@ def as_values(
     assumed: Mapping[str, object] = MappingProxyType({}),
     failed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, object]:
-    """All figures in bytes. ``edits``: changes of the job in words, and the verdicts on the changed jobs. ``assumed``:
-    values of keys that nobody gave. ``failed``: errors of changes that have no plan."""
+    """Return all figures in bytes.
+
+    ``edits``: changes of the job in words, and the verdicts on the changed jobs. ``assumed``: values of keys that
+    nobody gave. ``failed``: errors of changes that have no plan.
+    """
     peak = verdict.peak
     return {
         "fits": verdict.answer,
@@ -78,7 +70,7 @@ def as_values(
 
 
 def _speed(speed: Speed | None) -> dict[str, object] | None:
-    """Times in seconds; the least, the likely and the largest of those that are a range."""
+    """Return times in seconds. A time that is a range is the least, the likely and the largest one."""
     if speed is None:
         return None
     return {

@@ -88,7 +88,7 @@ class Interval(NamedTuple):
 
 @dataclass
 class Recording:
-    """The course of a step.
+    """The course of a step: what runs at which time.
 
     Attributes:
         spans: of the kernels, in the order of the host's program.
@@ -127,7 +127,7 @@ class Step:
 
     @classmethod
     def of(cls, program: Program, with_memory: bool = False) -> Step:
-        """``with_memory``: with allocations, frees and phases, for a recording.
+        """Return the last step of a program. ``with_memory``: with allocations, frees and phases, for a recording.
 
         Raises ValueError if the program makes no second step.
         """
@@ -157,7 +157,7 @@ class Step:
 
 
 def replay(step: Step, rates: Rates) -> Timeline:
-    """The time of a step."""
+    """Return the time of a step."""
     if not step.offloads:
         return _replay(step, rates)
     found = _replay(step, rates, copies=False, offloaded=False)
@@ -168,12 +168,12 @@ def replay(step: Step, rates: Rates) -> Timeline:
 
 
 def step_seconds(step: Step, rates: Rates) -> float:
-    """The time of a step alone, which is found sooner."""
+    """Return the time of a step alone, which is found sooner."""
     return _replay(step, rates).seconds
 
 
 def record(step: Step, rates: Rates) -> Recording:
-    """The course of a step that was made with its memory."""
+    """Return the course of a step that was made with its memory."""
     recording = Recording()
     _replay(step, rates, recording=recording)
     return recording
@@ -186,7 +186,10 @@ def _replay(
     offloaded: bool = True,
     recording: Recording | None = None,
 ) -> Timeline:
-    """``copies``: those between host and device take time. ``offloaded``: the host's computation does."""
+    """Return the time of a step.
+
+    ``copies``: copies between host and device take time. ``offloaded``: the host's computation takes time.
+    """
     found = Timeline()
     node, longer = rates.figures.node, rates.shares["beside"] - 1
     seconds_of = [rates.seconds(kernel, work) for kernel, work in step.kernels]
@@ -203,7 +206,7 @@ def _replay(
     on_host = rates.figures.measured is not None and rates.figures.measured.on_host
 
     def idle(until: float) -> None:
-        """The computation does nothing until then: as long as the host has queued nothing, because of the host."""
+        """Let the computation do nothing ``until`` then. Time in which the host has queued nothing is the host's."""
         begin = ready[COMPUTE]
         if until > begin:
             of_host = min(max(now - begin, 0.0), until - begin)

@@ -122,7 +122,7 @@ class Verdict:
         return 0 if self.fits else 3
 
     def __str__(self) -> str:
-        """The lines that ``shardwright plan`` prints below the model's."""
+        """Return the lines that ``shardwright plan`` prints below the model's."""
         usage, peak = self.usage, self.peak
         least, most = (in_gib(each) for each in self.runtime)
         missing = "" if self.left >= 0 else f"; {in_gib(-self.left)} GiB are missing"
@@ -159,7 +159,7 @@ class Verdict:
         return "\n".join(f"{head:8} {text}" for head, text in rows)
 
     def _host_in_words(self) -> str:
-        """Whether the memory of a host suffices for all ranks of its node."""
+        """Return whether the memory of a host suffices for all ranks of its node."""
         count = self.device.ranks_of_node(self.ranks)
         ranks = "the rank" if count == 1 else f"the {count} ranks"
         need = f"{in_gib(self.host_need)} GiB for {ranks} of a node, with {in_gib(PROCESS)} for each process"
@@ -176,7 +176,7 @@ _ANSWERS = {
 
 
 def _retries_in_words(verdict: Verdict) -> str:
-    """The number of times that the allocator empties its cache, and their cost."""
+    """Return the number of times that the allocator empties its cache, and their cost."""
     each, first = verdict.retries_each_step, verdict.retries
     times = f"{each} times in each step" if each > 1 else "once in each step" if each else ""
     if not times:
@@ -185,7 +185,7 @@ def _retries_in_words(verdict: Verdict) -> str:
 
 
 def peak_in_words(peak: Peak) -> str:
-    """The moment of a peak, in a line."""
+    """Return the moment of a peak, in a line."""
     owner = peak.owner
     if not owner.what:  # a tensor that has a name
         return f"{peak.phase}: {owner.group}, {owner.unit}"
@@ -204,13 +204,14 @@ def _sum(groups: Mapping[str, int]) -> str:
 
 
 def runtime_of(ranks: int, kind: str = "cuda") -> tuple[int, int]:
-    """The least and the most bytes of a device that CUDA and NCCL take, or Python and PyTorch on a CPU."""
+    """Return the least and the most bytes of a device that CUDA and NCCL take, or Python and PyTorch on a CPU."""
     least, most = CONTEXT
     return (least + NCCL[0], most + NCCL[1]) if ranks > 1 and kind == "cuda" else (least, most)
 
 
 def room_of(device: Device, runtime: tuple[int, int], ranks: int) -> int:
-    """Bytes of a device for PyTorch's allocator; 0 if the runtime takes all. Ranks share the memory of a CPU."""
+    """Return the bytes of a device for PyTorch's allocator; 0 if the runtime takes all. Ranks share the memory of a
+    CPU."""
     nbytes = device.nbytes // ranks if device.kind == "cpu" else device.nbytes
     return max(0, nbytes - runtime[1])
 
@@ -219,8 +220,10 @@ def room_of(device: Device, runtime: tuple[int, int], ranks: int) -> int:
 def judge(
     program: Program, device: Device, ranks: int, rules: Rules | None = None, speed: Speed | None = None
 ) -> Verdict:
-    """The verdict on a program that each of ``ranks`` processes runs on a device of its own. ``speed``: of the program,
-    which takes longer to find."""
+    """Return the verdict on a program that each of ``ranks`` processes runs on a device of its own.
+
+    ``speed``: of the program, which takes longer to find.
+    """
     rules = rules or Rules()
     starts = [i for i, name in program.phase_starts() if name == "forward"]
     peak = program.peak(starts[0] if starts else 0)
@@ -257,7 +260,10 @@ def judge(
 
 
 def _with_host(verdict: Verdict) -> Answer:
-    """The answer on the device's memory, or a worse one on that of the host. Ranks on a CPU have no other host."""
+    """Return the answer on the device's memory, or a worse one on that of the host.
+
+    Ranks on a CPU have no other host.
+    """
     if not verdict.host or not verdict.device.host_nbytes or verdict.device.kind == "cpu":
         return verdict.answer
     if verdict.needs_more_host:
@@ -286,8 +292,8 @@ def _in_later_steps(program: Program, rules: Rules) -> CachingAllocator:
 def _in_room(
     program: Program, rules: Rules, room: int, allowed: int | None
 ) -> tuple[CachingAllocator, int, int]:
-    """The allocator after the program with further steps in so much room, and how often it has emptied its cache: in
-    the events of the program, and in the last further step.
+    """Return the allocator after the program with further steps in so much room, and how often it has emptied its
+    cache: in the events of the program, and in the last further step.
 
     Raises:
         OutOfMemoryError: an allocation does not fit.
@@ -303,7 +309,7 @@ def _in_room(
 
 
 def _of_parts_and_host(program: Program) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-    """:attr:`Verdict.parts` and :attr:`Verdict.host`."""
+    """Return :attr:`Verdict.parts` and :attr:`Verdict.host`."""
     parts = program.peaks()
     if not any(host for _, host in parts.values()):
         return parts, {}

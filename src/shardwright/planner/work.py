@@ -53,7 +53,7 @@ _OF_UPDATES = {"_fused_adamw_": 28 / 16, "_fused_adam_": 28 / 16, "_fused_sgd_":
 
 
 def work_of(kernel: Kernel) -> Work:
-    """The work of a kernel."""
+    """Return the work of a kernel."""
     name, shapes = kernel.name, kernel.shapes
     if name.startswith("c10d."):
         return Work("communication", 0, kernel.nbytes)
@@ -86,7 +86,7 @@ def work_of(kernel: Kernel) -> Work:
 
 
 def _sizes_of_product(name: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[int, int, int, int] | None:
-    """Batch, rows, columns and the length of the sums."""
+    """Return the sizes of a product: batch, rows, columns and the length of the sums. None if it is none."""
     if name in ("mm", "_scaled_mm", "_int_mm") and len(shapes) > 1:
         (m, k), (_, n) = shapes[:2]
         return 1, m, n, k

@@ -11,8 +11,8 @@ from shardwright.common.doors import door
 
 if TYPE_CHECKING:
     from shardwright.watching.api import Watch, start, watch
-    from shardwright.watching.diagnosis import Diagnosis, diagnose_start
-    from shardwright.watching.launched import STOPPED_AT_START, Eyes, Hang, Looks, Processes
+    from shardwright.watching.diagnosis import Diagnosis
+    from shardwright.watching.launched import Eyes, Hang, Starting
     from shardwright.watching.profiling import Profiler, profiler
     from shardwright.watching.reading import STOPPED, HeartbeatReader
     from shardwright.watching.watcher import Watcher, WatchSettings

@@ -88,7 +88,7 @@ def watch(
 
 
 def _default_folder() -> Path:
-    """Each user has one, since nobody else could write into it."""
+    """Return the folder of this user: each user has one, because no other could write into it."""
     return Path(tempfile.gettempdir()) / f"shardwright-hangs-{os.getuid()}"
 
 
@@ -188,7 +188,7 @@ def _courier(places: Sequence[RankAddress], mine: RankAddress) -> Courier:
 
 
 def _host(namespace: str = "/proc/self/ns/pid") -> str:
-    """Equal for processes that see each other's heartbeats and processes."""
+    """Return a text that is equal for processes that see each other's heartbeats and processes."""
     boot = processes = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

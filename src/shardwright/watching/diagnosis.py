@@ -1,4 +1,4 @@
-"""Verdicts on ranks that do not go on, from what was seen of each rank. All functions here are pure."""
+"""Verdicts on ranks that do not go on, from what was seen of each one. All functions here are pure."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Diagnosis:
 def diagnose(
     seen: Sequence[Seen], stall_seconds: float, key: str = "stall_seconds", strict: bool = False
 ) -> Diagnosis | None:
-    """The verdict on the ranks now. None: they go on, or may still go on.
+    """Return the verdict on the ranks now, or None if they go on, or may still go on.
 
     Args:
         seen: every rank of the job.
@@ -154,7 +154,7 @@ def diagnose(
 
 
 def diagnose_start(seen: Sequence[Seen], seconds: float, key: str = "stall_seconds") -> Diagnosis | None:
-    """The verdict on ranks of which some have no heartbeat yet. None: no process is stopped, or not for so many
+    """Return the verdict on ranks of which some have no heartbeat yet. None: no process is stopped, or not for so many
     seconds.
 
     A rank without a heartbeat has the age of its process's state.
@@ -168,7 +168,7 @@ def diagnose_start(seen: Sequence[Seen], seconds: float, key: str = "stall_secon
 
 
 def _alone(ranks: Mapping[int, Seen], stall_seconds: float, key: str, strict: bool) -> Diagnosis | None:
-    """The verdict if no rank waits for another one: each is at its own work, as a job of one rank always is."""
+    """Return the verdict if no rank waits for another one: each is at its own work, as a job of one rank always is."""
     culprits = [each for each in ranks.values() if each.process != LEFT and _is_late(each, stall_seconds)]
     if not strict:
         culprits = [each for each in culprits if each.is_stuck or each.phase not in _OWN_CODE]
@@ -186,13 +186,13 @@ def _with_flight(seen: Seen) -> Seen:
 
 
 def _missing(seen: Seen, ranks: Mapping[int, Seen]) -> list[int]:
-    """The ranks that have not begun the collective in which this one waits."""
+    """Return the ranks that have not begun the collective in which this one waits."""
     members = heartbeat.ranks_of(seen.group.partition("#")[0])
     return [rank for rank in members if rank in ranks and ranks[rank].counts.get(seen.group, 0) < seen.count]
 
 
 def _is_late(seen: Seen, stall_seconds: float) -> bool:
-    """Whether it has had its time. A process that cannot go on gets no patience."""
+    """Return whether it has had its time. A process that cannot go on gets no patience."""
     patient = seen.patient and not seen.is_stuck
     return seen.age > stall_seconds * (PATIENCE if patient else 1)
 
@@ -251,7 +251,7 @@ def _state(seen: Seen) -> str:
 
 
 def _in_words(alike: Sequence[Seen], steps: bool) -> str:
-    """Ranks that do the same: "rank 2: backward of layers.7 since 31 s, process stopped (T)"."""
+    """Return a line about ranks that do the same: "rank 2: backward of layers.7 since 31 s, process stopped (T)"."""
     first = alike[0]
     who, state = heartbeat.ranks_in_words([each.rank for each in alike]), _state(first)
     if first.process == SILENT:

@@ -1,10 +1,15 @@
 """Files about a job that hangs: the verdict, and for each rank of this host the latest entries of its heartbeat and the
 stacks of its threads. A thread of the process writes them. If something holds the interpreter, a signal handler in C
-does; in a process whose threads run it could crash, since it reads what they change."""
+does; in a process whose threads run it could crash, since it reads what they change.
+
+Collectives that nobody has noted on the heartbeat, such as a user's own barrier, are known to torch's flight recorder
+alone, which only the process itself can read. So a thread of it copies them to the heartbeat.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import time
@@ -12,8 +17,10 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwright.engine import heartbeat
+from shardwright.engine.compat import flight_entries, ranks_by_group_name
 from shardwright.watching.diagnosis import Diagnosis
 from shardwright.watching.reading import RUNS, HeartbeatReader, Seen, in_words
 
@@ -65,7 +72,7 @@ class EvidenceFiles:
     problem: str = ""
 
     def in_words(self, culprits: Collection[int]) -> str:
-        """Lines for a user. ``culprits``: the ranks for which the others wait."""
+        """Return lines for a user. ``culprits``: the ranks for which the others wait."""
         if self.problem:
             return f"stacks and latest actions of the ranks could not be written to {self.folder}: {self.problem}"
         hint = self._hint(culprits)
@@ -78,12 +85,15 @@ class EvidenceFiles:
 
 
 def folder_name(job: str = "") -> str:
-    """The name of the folder of a hang that is found now. ``job``: differs for jobs that share the folder around it."""
+    """Return the name of the folder of a hang that is found now.
+
+    ``job``: differs for jobs that share the folder around it.
+    """
     return time.strftime("hang-%Y%m%dT%H%M%SZ", time.gmtime()) + (f"-{job}" if job else "")
 
 
 def check_folder(folder: Path) -> None:
-    """Raises OSError if this process may not write into the folder, or may not make it. It is not made here."""
+    """Raise OSError if this process may not write into the folder, or may not make it. It is not made here."""
     whole = folder.absolute()
     place = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
     problem = ""
@@ -133,7 +143,7 @@ def _row(seen: Seen) -> str:
 
 
 def _stacks_of(readers: Sequence[HeartbeatReader], own: Stacks | None) -> tuple[dict[int, str], set[int]]:
-    """The stacks of each process, or why there are none, and the ranks that have some."""
+    """Return the stacks of each process, or why there are none, and the ranks that have some."""
     texts, asked = {}, []
     for reader in readers:
         state = reader.process()
@@ -172,3 +182,44 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+# -- torch's flight recorder -------------------------------------------------------------------------------------------
+
+
+MOST = 32  #: collectives that are noted
+
+
+def note_flights(beat: heartbeat.Heartbeat) -> None:
+    """Copy the collectives that run, and the numbers of the last ones of each group, to the heartbeat.
+
+    Copies nothing if a record has another form, or a group ends meanwhile: without the thread that calls this, the rank
+    would look as if something held its interpreter.
+    """
+    with suppress(LookupError, TypeError, ValueError, RuntimeError):
+        entries = flight_entries()
+        if entries is not None:
+            _note(beat, entries)
+
+
+def _note(beat: heartbeat.Heartbeat, entries: list[dict[str, Any]]) -> None:
+    ranks = ranks_by_group_name()
+    counts: dict[str, int] = {}
+    flights: list[tuple[str, str, int, float]] = []
+    for entry in entries:
+        group = _group_of(entry, ranks)
+        if group is None or entry.get("is_p2p"):
+            continue
+        number = int(entry["collective_seq_id"])
+        counts[group] = max(number, counts.get(group, 0))
+        if not entry["retired"] and len(flights) < MOST:
+            age = max(0.0, (time.time_ns() - entry["time_created_ns"]) / 1e9)
+            flights.append((entry["profiling_name"].partition(":")[2] or "a collective", group, number, age))
+    beat.note_flights(json.dumps({"time": time.monotonic_ns(), "counts": counts, "flights": flights}))
+
+
+def _group_of(entry: dict[str, Any], ranks: dict[str, list[int]]) -> str | None:
+    """Return the group of a collective on heartbeats. torch numbers its collectives, so its name has
+    torch's name, too."""
+    name = entry["process_group"][0]
+    return f"{heartbeat.group_name(ranks[name])}#{name}" if name in ranks else None

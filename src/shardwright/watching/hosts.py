@@ -49,7 +49,7 @@ class Courier:
         self._ended.set()
 
     def rest(self) -> None:
-        """This rank does not lead. Leave the store alone: it serves all hosts, and a host has one key."""
+        """Leave the store alone, because this rank does not lead. It serves all hosts, and a host has one key."""
         self._rests, self._own, self._asked_at = True, [], None
 
     def exchange(self, own: list[Seen], suspects: bool) -> list[Seen] | None:

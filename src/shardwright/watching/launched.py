@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from shardwright.engine import heartbeat
 from shardwright.watching import evidence
 from shardwright.watching.diagnosis import Diagnosis, diagnose, diagnose_start
-from shardwright.watching.reading import HeartbeatReader, Seen, state_of
+from shardwright.watching.reading import STOPPED, HeartbeatReader, Seen, state_of
 
 #: Seconds between two looks at the heartbeats.
 EVERY = 0.5
@@ -35,7 +35,7 @@ class Hang:
 
     @property
     def text(self) -> str:
-        """Some lines for a user."""
+        """Lines for a user: the verdict, and the files about it."""
         return f"{self.verdict.text}\n{self.files.in_words(self.verdict.culprits)}"
 
 
@@ -49,7 +49,7 @@ class Looks:
         self.since = 0
 
     def note(self) -> int:
-        """The time from which ages count."""
+        """Return the time from which ages count."""
         now = time.monotonic()
         if now - self._last > self._gap:
             self.since = time.monotonic_ns()
@@ -58,13 +58,15 @@ class Looks:
 
 
 def silence(stall_seconds: float) -> float:
-    """Seconds without a sign of a rank's thread, after which something holds its interpreter."""
+    """Return the seconds without a sign of a rank's thread after which something holds its interpreter."""
     return min(5.0, max(evidence.HELD, stall_seconds / 2))
 
 
 def _open(pid: int) -> HeartbeatReader | None:
-    """The heartbeat of this process; None if it has none yet. A killed one with the same number may have left its
-    own."""
+    """Return the heartbeat of this process; None if it has none yet.
+
+    A killed one with the same number may have left its own.
+    """
     with suppress(OSError):
         reader = HeartbeatReader(heartbeat.heartbeat_of(pid))
         if reader.is_alive():
@@ -73,19 +75,37 @@ def _open(pid: int) -> HeartbeatReader | None:
     return None
 
 
-class Processes:
-    """The processes of ranks that may have no heartbeats yet."""
+class Starting:
+    """The ranks of this host while some of them have no heartbeat yet: only the states of their processes are known.
 
-    def __init__(self) -> None:
+    Args:
+        stall_seconds: how long ranks may wait for one another.
+        key: the setting of this time, for messages.
+    """
+
+    def __init__(self, stall_seconds: float, key: str) -> None:
+        self._seconds, self._key = min(STOPPED_AT_START, stall_seconds), key
+        self._looks = Looks(stall_seconds)
         self._states: dict[int, tuple[str, int]] = {}  # by process, with the time of the first look at it
 
-    def look(self, rank: int, pid: int, since: int = 0) -> Seen:
-        """The process of a rank now. Its age is the one of its state. ``since``: see :meth:`HeartbeatReader.look`."""
-        state, at = self._states.get(pid, ("", 0))
-        now = time.monotonic_ns()
-        if (found := state_of(pid)) != state:
-            state, at = self._states[pid] = found, now
-        return Seen(rank, "", pid, state, None, (now - max(at, since)) / 1e9, phase=heartbeat.START)
+    def look(self, pids: Mapping[int, int]) -> list[Seen]:
+        """Return each rank now, from the process of each. Its age is that of the state of its process."""
+        since, now, seen = self._looks.note(), time.monotonic_ns(), []
+        for rank, pid in pids.items():
+            state, at = self._states.get(pid, ("", 0))
+            if (found := state_of(pid)) != state:
+                state, at = self._states[pid] = found, now
+            age = (now - max(at, since)) / 1e9
+            seen.append(Seen(rank, "", pid, state, None, age, phase=heartbeat.START))
+        return seen
+
+    def judge(self, seen: Sequence[Seen]) -> Diagnosis | None:
+        """Return the verdict on these ranks, or None unless one has been stopped for too long."""
+        return diagnose_start(seen, self._seconds, self._key)
+
+    def first_running(self, seen: Sequence[Seen]) -> int | None:
+        """Return the lowest rank that is not stopped: it acts for all of them."""
+        return min((each.rank for each in seen if each.process != STOPPED), default=None)
 
 
 class Eyes:
@@ -98,10 +118,10 @@ class Eyes:
         self._looks = Looks(stall_seconds)
         self._next = 0.0
         self._begun = time.time() - 1.0  # files have coarser times
-        self._processes = Processes()
+        self._starting = Starting(stall_seconds, key)
 
     def look(self) -> Hang | None:
-        """The hang, once the job hangs. Call it often; it looks each half second."""
+        """Return the hang, once the job hangs. Call it often; it looks each half second."""
         now = time.monotonic()
         if now < self._next:
             return None
@@ -110,26 +130,20 @@ class Eyes:
         for rank, pid in self.pids.items():
             if rank not in self._readers and (reader := _open(pid)) is not None:
                 self._readers[rank] = reader
-        begun = len(self._readers) == len(self.pids)
-        seen = [self._seen(rank, since, begun) for rank in self.pids]
-        if begun:
+        if len(self._readers) == len(self.pids):
+            within = silence(self.stall_seconds)
+            seen = [self._readers[rank].look(since=since, within=within) for rank in self.pids]
             verdict = diagnose(seen, self.stall_seconds, self.key, strict=True)
         else:
-            verdict = diagnose_start(seen, min(STOPPED_AT_START, self.stall_seconds), self.key)
+            seen = self._starting.look(self.pids)
+            verdict = self._starting.judge(seen)
         if verdict is None:
             return None
         folder = self.folder / evidence.folder_name()
         return Hang(verdict, evidence.write(folder, self._readers.values(), verdict, seen))
 
-    def _seen(self, rank: int, since: int, begun: bool) -> Seen:
-        """The rank now. ``begun``: all ranks have heartbeats. Before that, its age is the one of its process's
-        state."""
-        if begun:
-            return self._readers[rank].look(since=since, within=silence(self.stall_seconds))
-        return self._processes.look(rank, self.pids[rank], since)
-
     def steps_done(self) -> dict[int, int]:
-        """The steps that each rank has done, also one that has ended, even between two looks."""
+        """Return the steps that each rank has done, also one that has ended, even between two looks."""
         for rank, pid in self.pids.items():
             path = heartbeat.heartbeat_of(pid)
             if rank not in self._readers:

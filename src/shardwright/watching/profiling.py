@@ -68,7 +68,7 @@ def _name(collective: str, subject: str) -> str:
 
 @contextmanager
 def unit_names() -> Iterator[None]:
-    """Inside the context, traces of torch's profiler have the names of units on collectives and waits."""
+    """Give traces of torch's profiler the names of units on collectives and waits, inside this context."""
     with heartbeat.listening(UnitNames()):
         yield
 
@@ -152,7 +152,7 @@ class Profiler:
         self.files.append(path)
 
     def _try(self, action: Callable[[], None]) -> None:
-        """An error of the profiler ends the profile and not the training."""
+        """Call the profiler. An error of it ends the profile and not the training."""
         try:
             action()
         except Exception as error:
@@ -170,7 +170,7 @@ def profiler(
     schedule: Callable[[int], Any] | None = None,
     **options: Any,
 ) -> Profiler:
-    """A context in which torch's profiler traces this rank, with the names of the model's units.
+    """Return a context in which torch's profiler traces this rank, with the names of the model's units.
 
     Each gather, reduction, wait and prefetch is a range, such as ``all-gather of layers.3`` or
     ``wait: reduce-scatter of layers.3``. On a GPU the range also stands above the kernels that were queued in it. At

@@ -151,7 +151,7 @@ class HeartbeatReader:
         return self._names[number] if number < len(self._names) else "?"
 
     def entries(self) -> list[HeartbeatEntry]:
-        """The entries of the ring, the oldest first. One that is being written is left out."""
+        """Return the entries of the ring, the oldest first. One that is being written is left out."""
         rows = list(ENTRY.iter_unpack(self._memory[RING_AT:]))
         whole = sorted(
             (row for slot, row in enumerate(rows) if row[-1] % SLOTS == slot and row[-1]), key=lambda r: r[-1]
@@ -161,7 +161,7 @@ class HeartbeatReader:
         return [*entries, *(each for each in map(self._after, entries[-1:]) if each is not entries[-1])]
 
     def _after(self, entry: HeartbeatEntry) -> HeartbeatEntry:
-        """The latest entry, or if its collective has ended, what the process does since."""
+        """Return the latest entry, or if its collective has ended, what the process does since."""
         left = self._word(heartbeat.LEFT_AT)
         if not entry.collective or left < entry.time:
             return entry
@@ -198,7 +198,7 @@ class HeartbeatReader:
 
     @property
     def stack_signal(self) -> int:
-        """The signal at which a process writes its stacks that something holds; 0: none."""
+        """Return the signal at which a process writes its stacks even if something holds it, or 0 if there is none."""
         return self._word(heartbeat.SIGNAL_AT)
 
     @property
@@ -206,7 +206,7 @@ class HeartbeatReader:
         return self._word(heartbeat.BEGAN_AT)
 
     def is_alive(self) -> bool:
-        """Whether the process runs. It has a lock on the file until it ends."""
+        """Return whether the process runs. It has a lock on the file until it ends."""
         if self._file is None:
             return True
         asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -220,14 +220,14 @@ class HeartbeatReader:
         return state_of(self.pid)
 
     def answers(self, within: float) -> bool | None:
-        """Whether a thread of the process ran in the last ``within`` seconds. None: it has no such thread."""
+        """Return whether a thread ran in the last ``within`` seconds, or None if the process has no such thread."""
         beat = self._word(heartbeat.HEARTBEAT_AT)
         if not beat:
             return None
         return time.monotonic_ns() - beat < within * 1e9
 
     def look(self, host: str = "", since: int = 0, within: float = 5.0) -> Seen:
-        """The rank now. ``since``: ages count from this time of the clock at the earliest."""
+        """Return the rank now. ``since``: ages count from this time of the clock at the earliest."""
         last = self.last()
         age = max(0, time.monotonic_ns() - max(last.time, since)) / 1e9
         return Seen(
@@ -237,7 +237,7 @@ class HeartbeatReader:
         )  # fmt: skip
 
     def last(self) -> HeartbeatEntry:
-        """The newest entry, or what the process does since."""
+        """Return the newest entry, or what the process does since."""
         rows = ENTRY.iter_unpack(self._memory[RING_AT:])
         # The place of the newest one is full before its number is there.
         newest = max(
@@ -246,7 +246,8 @@ class HeartbeatReader:
         return self._after(self._entry(newest))
 
     def _counts(self, since: int) -> tuple[dict[str, int], tuple[tuple[str, str, int, float], ...]]:
-        """Number of collectives that the rank has begun in each group, and the collectives of the flight recorder."""
+        """Return the number of collectives that the rank has begun in each group, and the collectives of the flight
+        recorder."""
         last = min(self._word(heartbeat.NAME_COUNT_AT), heartbeat.COUNTED - 1)
         numbers = struct.unpack_from(f"{last + 1}q", self._memory, heartbeat.COUNTS_AT)
         counts = {self._name(number): count for number, count in enumerate(numbers) if count}
@@ -264,7 +265,7 @@ def _phase(bits: int) -> int:
 
 
 def place_in_words(phase: int, unit: str, around: int) -> str:
-    """The work of a process, in words: "forward of layers.7 in the validation"."""
+    """Return the work of a process, in words: "forward of layers.7 in the validation"."""
     inside = "" if around in (heartbeat.OUTSIDE, phase) else f" in the {heartbeat.PHASES[around]}"
     return heartbeat.PHASES[phase] + (f" of {unit}" if unit else "") + inside
 
@@ -274,24 +275,24 @@ def outer_phase(phase: int, around: int) -> int:
 
 
 def step_in_words(step: int, phase: int, around: int) -> str:
-    """The step of a process, in words: "step 5" or "after step 4"."""
+    """Return the step of a process, in words: "step 5" or "after step 4"."""
     return f"after step {step - 1}" if outer_phase(phase, around) in BETWEEN_STEPS else f"step {step}"
 
 
 def state_of(pid: int) -> str:
-    """RUNS, STOPPED, DISK or ENDED. A process without a heartbeat has only this."""
+    """Return RUNS, STOPPED, DISK or ENDED, all that is known of a process without a heartbeat."""
     return _STATES.get(_letter(pid), RUNS)
 
 
 def _letter(pid: int) -> str:
-    """The state of a process in the words of the system: one letter. Empty where the system does not say it."""
+    """Return the state of a process in the words of the system: one letter. Empty where the system does not say it."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     return ""
 
 
 def in_words(entry: HeartbeatEntry, begin: int) -> str:
-    """An entry as a line of a file: seconds since ``begin``, step, place, collective."""
+    """Return an entry as a line of a file: seconds since ``begin``, step, place, collective."""
     seconds, place = (entry.time - begin) / 1e9, place_in_words(entry.phase, entry.unit, entry.around)
     step = step_in_words(entry.step, entry.phase, entry.around)
     text = f"{entry.number:8d} {seconds:+12.6f} s  {step}  {place}"

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from shardwright.engine import heartbeat
 from shardwright.watching import evidence
 from shardwright.watching.diagnosis import Diagnosis, diagnose
-from shardwright.watching.flights import note_flights
+from shardwright.watching.evidence import note_flights
 from shardwright.watching.hosts import Courier
 from shardwright.watching.launched import Hang, Looks, silence
 from shardwright.watching.reading import DISK, ENDED, RUNS, SILENT, STOPPED, HeartbeatReader, Seen
@@ -77,7 +77,7 @@ class Finding(NamedTuple):
 
 
 class Watcher:
-    """Watches until :meth:`close`."""
+    """The thread of a rank that watches until :meth:`close`."""
 
     def __init__(
         self, beat: heartbeat.Heartbeat, readers: Mapping[int, HeartbeatReader], settings: WatchSettings,
@@ -99,7 +99,7 @@ class Watcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more."""
+        """End the watch."""
         self._closed.set()
         if self._courier is not None:
             self._courier.close()
@@ -124,7 +124,10 @@ class Watcher:
     # -- the verdict ---------------------------------------------------------------------------------------------
 
     def _find(self, since: int) -> str:
-        """The message about a hang, of another rank of this host, or of this one if it leads. Empty: there is none."""
+        """Return the message about a hang, of another rank of this host, or of this one if it leads.
+
+        Empty: there is none.
+        """
         for reader in self._readers.values():
             if message := reader.message:
                 return message
@@ -224,7 +227,7 @@ def _kill(pid: int) -> None:
 
 
 def _print(text: str, frame: Callable[[str], str] = str) -> bool:
-    """Whether it was printed in time."""
+    """Return whether it was printed in time."""
     done = threading.Event()
 
     def try_it() -> None:

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.asynchronous import background, notes
-from shardwright.checkpoint.asynchronous.messages import Report
-from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
+from shardwright.checkpoint import save_state
+from shardwright.checkpoint.asynchronous import background, messages
+from shardwright.checkpoint.asynchronous.messages import JsonLines, Report, send
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, stage
 from shardwright.checkpoint.format.nested import CHUNK_BYTES
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
-from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.save.writing import write_boxes
 from shardwright.checkpoint.storage.local_store import LocalStore
@@ -189,7 +188,7 @@ def test_what_appeared_at_the_place_meanwhile_stays(tmp_path: Path) -> None:
     with sw.AsyncCheckpoint() as checkpoints:
         os.kill(pid_of_writer(checkpoints), signal.SIGSTOP)
         checkpoints.save_state(tmp_path / "c", values(1))
-        write_state(tmp_path / "c", values(2), RankGroup())
+        save_state(tmp_path / "c", values(2))
         os.kill(pid_of_writer(checkpoints), signal.SIGCONT)
         # The other save has taken the unfinished folder for a leftover.
         with pytest.raises(OSError, match="c: what this save had written was removed, by another program"):
@@ -232,7 +231,7 @@ def test_a_killed_trainer_takes_its_writer_along(tmp_path: Path) -> None:
     wait_for_the_end_of(int(done.stdout))
     assert number_in(place) == 1
     assert len(list(tmp_path.iterdir())) == 2  # with what it has begun
-    write_state(place, values(3), RankGroup(), overwrite=True)
+    save_state(place, values(3), overwrite=True)
     assert number_in(place) == 3 and [each.name for each in tmp_path.iterdir()] == ["c"]
 
 
@@ -336,14 +335,14 @@ def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
     save = LocalStore(tmp_path / "c").unfinished()
     save.begin(0, overwrite=False)
     written = write_boxes(save, "__0_0.distcp", SavePlan.of(values(1), RankGroup()).own)
-    notes.leave(save, 0, "attempt", written)
-    assert notes.read(save, 0, "attempt") == written
+    messages.leave_note(save, 0, "attempt", written)
+    assert messages.read_note(save, 0, "attempt") == written
     with pytest.raises(RuntimeError, match="of another save"):
-        notes.read(save, 0, "other")
+        messages.read_note(save, 0, "other")
     path = save.path / note_of_rank(0)
     path.write_text(path.read_text().replace("b", "c", 1))
     with pytest.raises(RuntimeError, match="note of rank 0 cannot be read"):
-        notes.read(save, 0, "attempt")
+        messages.read_note(save, 0, "attempt")
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -356,7 +355,7 @@ def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path:
         import json
         from tests.checkpoint.kit.states import load_state
         from shardwright.engine.collective import RankGroup
-        from shardwright.checkpoint.save.collective_save import write_state
+        from shardwright.checkpoint import save_state
         from tests.checkpoint.kit.background import pid_of_writer
 
         def field(pid, name):
@@ -373,10 +372,10 @@ def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path:
         folder = Path(sys.argv[1])
         columns = torch.ones(5_000, 5_000).t()  # not contiguous, so a copy is needed
         state = {"large": torch.ones(25_000_000), "columns": columns, "small": torch.ones(1000, 25_000)}
-        write_state(folder / "warm", {"a": torch.ones(10)}, RankGroup())
+        save_state(folder / "warm", {"a": torch.ones(10)})
         load_state(folder / "warm", {"a": torch.ones(10)}, RankGroup())
         figures = {
-            "save": peak("self", lambda: write_state(folder / "c", state, RankGroup())),
+            "save": peak("self", lambda: save_state(folder / "c", state)),
             "load": peak("self", lambda: load_state(folder / "c", state, RankGroup())),
         }
         with sw.AsyncCheckpoint() as checkpoints:

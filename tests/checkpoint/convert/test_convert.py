@@ -20,13 +20,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright as sw
-from shardwright.checkpoint import Joined, Transposed, convert_checkpoint as convert
+from shardwright.checkpoint import Damaged, Joined, Transposed, convert_checkpoint as convert
 from shardwright.checkpoint.convert.conversion import FORMS
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
 from shardwright.checkpoint.pretrained import files
 from shardwright.checkpoint.storage.local_files import LocalWriter
 from shardwright.checkpoint.storage.local_store import LocalSave
-from shardwright.common.errors import Damaged
 from shardwright.engine import RankGroup
 from tests.checkpoint.kit.states import load_state
 from tests.support import multirank, world_mesh
@@ -65,6 +64,10 @@ def name_of(form: str) -> str:
     return {"torch": "converted.pt"}.get(form, "converted")
 
 
+@pytest.mark.extensive(
+    "each form into each",
+    but=("shardwright-dcp", "dcp-torch", "torch-safetensors", "safetensors-shardwright"),
+)
 @pytest.mark.parametrize("first", FORMS)
 @pytest.mark.parametrize("second", FORMS)
 def test_weights_pass_through_two_forms(saved: Path, tmp_path: Path, first: str, second: str) -> None:

@@ -23,12 +23,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwright.checkpoint import StateTensor
+from shardwright.checkpoint import Damaged, StateTensor
 from shardwright.checkpoint.dcp.entries import tensors_of
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.load.checkpoints import checkpoint_at
 from shardwright.checkpoint.storage.local_store import LocalStore
-from shardwright.common.errors import Damaged
 from shardwright.engine import RankGroup
 from tests.checkpoint.kit.states import load_state
 from tests.support.payloads import Payload, code_of_the_system, runs, saved_with

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import INDEX
+from shardwright.checkpoint import INDEX, Damaged
 from shardwright.checkpoint.format.archive import ALIGNMENT, container, host_bytes
 from shardwright.checkpoint.format.boxes import check_coverage
 from shardwright.checkpoint.format.index import parse_index
 from shardwright.checkpoint.format.values import decoded, encoded
-from shardwright.common.errors import Damaged
 from tests.checkpoint.kit.states import bits
 
 DTYPES = [

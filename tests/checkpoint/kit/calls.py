@@ -38,6 +38,14 @@ def _nothing(number: int, call: Call) -> None:
 
 
 @contextlib.contextmanager
+def renames_alone() -> Iterator[None]:
+    """Inside the context the system cannot exchange two names, as some file systems cannot."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_store, "_exchange", lambda one, other: False)
+        yield
+
+
+@contextlib.contextmanager
 def recorded(root: Path, before: Hook = _nothing, after: Hook = _nothing) -> Iterator[list[Call]]:
     """The calls below ``root``, in their order. ``before`` and ``after`` of a call may raise an error or kill."""
     calls: list[Call] = []

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import INDEX
+from shardwright.checkpoint import INDEX, Damaged, save_state
 from shardwright.checkpoint.dcp.containers import Container, value_of
 from shardwright.checkpoint.dcp.metadata import parse_metadata
 from shardwright.checkpoint.format.index import (
@@ -35,9 +35,7 @@ from shardwright.checkpoint.format.index import (
     index_text,
     parse_index,
 )
-from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage.local_store import LocalStore
-from shardwright.common.errors import Damaged
 from shardwright.engine import RankGroup
 from tests.checkpoint.kit.children import run_into
 from tests.checkpoint.kit.hostile import put_index, read_index, repair
@@ -237,12 +235,12 @@ def test_indices_that_no_save_writes(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match=r"no readable index\.json"):
         parse_index(sealed_index(sound, "utf-16-be"))
     with pytest.raises(ValueError, match=r"more than 100 values deep"):
-        write_state(tmp_path / "d", {"extra": {"deep": deep}}, RankGroup(alone=True))
+        save_state(tmp_path / "d", {"extra": {"deep": deep}})
 
 
 def test_a_state_that_is_a_list_is_refused(tmp_path: Path) -> None:
     ranks = RankGroup(alone=True)
-    write_state(tmp_path / "c", {"a": 1}, ranks)
+    save_state(tmp_path / "c", {"a": 1})
     index = parse_index((tmp_path / "c" / INDEX).read_bytes())
     values = {"0": StoredValue((0,), 1)}
     (tmp_path / "c" / INDEX).write_text(index_text(dataclasses.replace(index, values=values)))

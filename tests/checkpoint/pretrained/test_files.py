@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint import SafetensorsFile, open_stored
-from shardwright.checkpoint.pretrained.files import SAFETENSORS_DTYPES
+from shardwright.checkpoint import open_stored
+from shardwright.checkpoint.pretrained.files import SAFETENSORS_DTYPES, SafetensorsFile
 
 
 def tensors() -> dict[str, torch.Tensor]:

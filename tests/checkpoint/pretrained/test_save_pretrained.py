@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 import shardwright as sw
 from shardwright.checkpoint import Joined, Slice, Stacked, Transposed, open_stored
 from shardwright.checkpoint.pretrained import save_pretrained
-from shardwright.checkpoint.storage import local_store
 from shardwright.engine import RaggedTensor
+from tests.checkpoint.kit.calls import renames_alone
 from tests.checkpoint.kit.models import LAYOUTS, source_model
 from tests.engine.kit.models import build, shard
 from tests.engine.kit.places import On, on, on_meshes
@@ -226,7 +226,6 @@ def test_the_old_folder_comes_back_if_the_last_step_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sw.save_pretrained(nn.Linear(2, 2), tmp_path / "saved")
-    monkeypatch.setattr(local_store, "_exchange", lambda one, other: False)
     rename, calls = os.rename, []
 
     def interrupted(*args: Any) -> None:
@@ -236,7 +235,7 @@ def test_the_old_folder_comes_back_if_the_last_step_is_interrupted(
         rename(*args)
 
     monkeypatch.setattr(os, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with renames_alone(), pytest.raises(KeyboardInterrupt):
         sw.save_pretrained(nn.Linear(3, 3), tmp_path / "saved", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert contents(tmp_path / "saved")["weight"].shape == (2, 2)

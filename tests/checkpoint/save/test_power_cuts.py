@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,11 @@ import pytest
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.checkpoint.save.collective_save import write_state
+from shardwright.checkpoint import save_state
 from shardwright.checkpoint.storage import local_store
-from shardwright.engine import RankGroup
-from tests.checkpoint.kit.calls import recorded
+from tests.checkpoint.kit.calls import recorded, renames_alone
 from tests.checkpoint.kit.disk import Disk, Script, check_every_cut, materialise, record
-from tests.checkpoint.kit.states import ALONE, saves, small_tensors_spread, state, step_of
+from tests.checkpoint.kit.states import saves, small_tensors_spread, state, step_of
 from tests.support.pool import multirank
 
 
@@ -35,13 +35,10 @@ def newest_or_the_one_before(place: Path, done: int) -> None:
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "renames"])
-def test_every_cut_leaves_the_newest_or_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
-) -> None:
-    if not exchange:
-        monkeypatch.setattr(local_store, "_exchange", lambda one, other: False)
+def test_every_cut_leaves_the_newest_or_the_one_before(tmp_path: Path, exchange: bool) -> None:
     path = tmp_path / "saved" / "run" / "c"
-    script = record(tmp_path / "saved", saves(path, 3))
+    with nullcontext() if exchange else renames_alone():
+        script = record(tmp_path / "saved", saves(path, 3))
     assert any(call.kind == "exchange" for call in script.calls) == exchange
     states, different = check_every_cut(script, tmp_path, newest_or_the_one_before)
     assert states > 1000 and different > 5, (states, different)
@@ -55,7 +52,7 @@ def test_a_save_after_a_cut_removes_what_is_left(tmp_path: Path) -> None:
         place = tmp_path / f"{length}"
         place.mkdir()
         materialise(disk.tree(length, []), place)
-        write_state(place / "run" / "c", state(3), ALONE, overwrite=True)
+        save_state(place / "run" / "c", state(3), overwrite=True)
         assert [each.name for each in (place / "run").iterdir()] == ["c"]
         assert step_of(place / "run" / "c") == 3
 
@@ -64,7 +61,7 @@ def test_cuts_while_an_older_checkpoint_is_removed(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
 
     def next_one(step: int) -> None:
-        write_state(folder / f"step-{step}", state(step), ALONE)
+        save_state(folder / f"step-{step}", state(step))
         if step > 1:
             local_store.LocalStore(folder / f"step-{step - 1}").clear()
 
@@ -84,7 +81,7 @@ def test_every_cut_of_a_save_of_two_ranks(rank: int, world_size: int, tmp_path: 
     ends = []
     with small_tensors_spread(), recorded(tmp_path / "saved") as calls:
         for step in (1, 2):
-            write_state(path, state(step), RankGroup(), overwrite=True)
+            save_state(path, state(step), overwrite=True)
             dist.barrier()
             ends.append(len(calls))
     everyones: list[Any] = [None] * world_size

@@ -15,15 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import INDEX, list_checkpoints, remove_checkpoint
+from shardwright.checkpoint import INDEX, Damaged, list_checkpoints, remove_checkpoint, save_state
 from shardwright.checkpoint.load.checkpoints import checkpoint_at
 from shardwright.checkpoint.save.collective_save import write_state
-from shardwright.checkpoint.storage import file_systems, object_files
+from shardwright.checkpoint.storage import object_files
 from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.storage.object_store import ObjectStore
 from shardwright.checkpoint.storage.stores import Store
-from shardwright.common.errors import Damaged
 from shardwright.engine import RankGroup
 from tests.checkpoint.kit.models import trained
 from tests.checkpoint.kit.states import load_state
@@ -96,7 +95,7 @@ def test_torch_reads_it() -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-    write_state("memory://runs/dcp", state(), RankGroup(alone=True))
+    save_state("memory://runs/dcp", state())
     read = {**zeros(), "step": -1}
     dcp.load(read, storage_reader=FsspecReader("memory://runs/dcp"), no_dist=True)
     assert torch.equal(read["a"], state()["a"]) and read["step"] == 0
@@ -148,7 +147,7 @@ def test_each_failure_of_a_save_leaves_a_whole_checkpoint_or_none(
         FakeStore.restart(number, failure)
         problem = None
         try:
-            write_state(url, state(), RankGroup(alone=True))
+            save_state(url, state())
         except OSError as error:
             problem = str(error)
         reached = FakeStore.changes >= number
@@ -162,7 +161,7 @@ def test_each_failure_of_a_save_leaves_a_whole_checkpoint_or_none(
             assert url in problem and "the store has failed" in problem and "\n" not in problem
             if failure == "once":
                 assert names(folder) == uploads(folder) == []
-            write_state(url, state(1), RankGroup(alone=True), overwrite=True)
+            save_state(url, state(1), overwrite=True)
             assert loads(url, 1)
     assert number > 8 and not all(outcomes)
 
@@ -170,10 +169,10 @@ def test_each_failure_of_a_save_leaves_a_whole_checkpoint_or_none(
 def test_an_answer_that_is_lost_does_not_undo_the_commit(tmp_path: Path) -> None:
     url = f"fake://{tmp_path}/c"
     FakeStore.restart()
-    write_state(url, state(), RankGroup(alone=True))
+    save_state(url, state())
     commit = FakeStore.changes - 2  # the two after it remove what is no longer needed
     FakeStore.restart(commit, "lost")
-    write_state(f"fake://{tmp_path}/d", state(), RankGroup(alone=True))
+    save_state(f"fake://{tmp_path}/d", state())
     assert FakeStore.calls["pipe_file"] == 5 and loads(f"fake://{tmp_path}/d")
 
 
@@ -181,17 +180,17 @@ def test_an_answer_that_is_lost_does_not_undo_the_commit(tmp_path: Path) -> None
 def test_a_load_and_a_save_do_not_need_a_list(tmp_path: Path, late: bool) -> None:
     url = f"fake://{tmp_path}/c"
     FakeStore.restart(late=late)
-    write_state(url, state(), RankGroup(alone=True), verified=True)
+    save_state(url, state(), verified=True)
     assert loads(url) and FakeStore.calls["ls"] == 2
 
 
 def test_a_failure_is_removed_though_lists_are_late(tmp_path: Path) -> None:
     FakeStore.restart(late=True)
-    write_state(f"fake://{tmp_path}/c", state(), RankGroup(alone=True))
+    save_state(f"fake://{tmp_path}/c", state())
     for number in range(2, FakeStore.changes - 2):
         FakeStore.restart(number, late=True)
         with pytest.raises(OSError, match="the store has failed"):
-            write_state(f"fake://{tmp_path}/{number}", state(), RankGroup(alone=True))
+            save_state(f"fake://{tmp_path}/{number}", state())
         assert names(tmp_path / str(number)) == []
         FakeStore.restart()
         assert not loads(f"fake://{tmp_path}/{number}")
@@ -199,22 +198,22 @@ def test_a_failure_is_removed_though_lists_are_late(tmp_path: Path) -> None:
 
 def test_a_whole_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     url = f"fake://{tmp_path}/c"
-    write_state(url, state(), RankGroup(alone=True))
+    save_state(url, state())
     before = names(tmp_path / "c")
     for overwrite in (False, True):
         with pytest.raises(FileExistsError, match=r"holds a whole checkpoint.*cannot be renamed"):
-            write_state(url, state(1), RankGroup(alone=True), overwrite=overwrite)
+            save_state(url, state(1), overwrite=overwrite)
     assert names(tmp_path / "c") == before and loads(url)
 
 
 def test_a_folder_that_was_copied_is_read_and_removed(tmp_path: Path) -> None:
     """Its files have no attempt in their names."""
-    write_state(tmp_path / "saved", state(), RankGroup(alone=True))
+    save_state(tmp_path / "saved", state())
     shutil.copytree(tmp_path / "saved", tmp_path / "c")
     url = f"fake://{tmp_path}/c"
     assert loads(url)
     with pytest.raises(FileExistsError, match="which no save has written"):
-        write_state(url, state(1), RankGroup(alone=True), overwrite=True)
+        save_state(url, state(1), overwrite=True)
     (tmp_path / "c" / "thesis.txt").write_text("mine")
     remove_checkpoint(url)
     assert names(tmp_path / "c") == ["thesis.txt"]
@@ -223,7 +222,7 @@ def test_a_folder_that_was_copied_is_read_and_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["index", "short", "missing", "uncommitted"])
 def test_what_is_not_whole_is_replaced_if_asked(tmp_path: Path, damage: str) -> None:
     url, folder = f"fake://{tmp_path}/c", tmp_path / "c"
-    write_state(url, state(), RankGroup(alone=True))
+    save_state(url, state())
     (data,) = folder.glob("__0_0.*")
     if damage == "index":
         (folder / INDEX).write_bytes((folder / INDEX).read_bytes()[:-9])
@@ -236,8 +235,8 @@ def test_what_is_not_whole_is_replaced_if_asked(tmp_path: Path, damage: str) -> 
     with pytest.raises(FileNotFoundError if damage == "uncommitted" else Damaged):
         load_state(url, zeros(), RankGroup(alone=True))
     with pytest.raises(FileExistsError, match="Pass overwrite=True to delete it"):
-        write_state(url, state(1), RankGroup(alone=True))
-    write_state(url, state(1), RankGroup(alone=True), overwrite=True)
+        save_state(url, state(1))
+    save_state(url, state(1), overwrite=True)
     assert loads(url, 1) and len(names(folder)) == 4
 
 
@@ -246,7 +245,7 @@ def test_other_objects_are_never_removed(tmp_path: Path, foreign: str) -> None:
     (tmp_path / "c" / foreign).parent.mkdir(parents=True)
     (tmp_path / "c" / foreign).write_text("mine")
     with pytest.raises(FileExistsError, match="which no save has written"):
-        write_state(f"fake://{tmp_path}/c", state(), RankGroup(alone=True), overwrite=True)
+        save_state(f"fake://{tmp_path}/c", state(), overwrite=True)
     assert (tmp_path / "c" / foreign).read_text() == "mine" and len(names(tmp_path / "c")) == 1
 
 
@@ -258,7 +257,7 @@ def test_two_saves_at_once_do_not_mix(tmp_path: Path) -> None:
     def second(nbytes: int) -> None:
         if not begun:
             begun.append(nbytes)
-            write_state(url, state(1), alone, overwrite=True)
+            save_state(url, state(1), overwrite=True)
 
     begun: list[int] = []
     with pytest.raises(OSError, match="one program at a time"):
@@ -269,7 +268,7 @@ def test_two_saves_at_once_do_not_mix(tmp_path: Path) -> None:
 
 def test_damage_is_noticed_before_anything_changes(tmp_path: Path) -> None:
     url, folder = f"fake://{tmp_path}/c", tmp_path / "c"
-    write_state(url, state(), RankGroup(alone=True))
+    save_state(url, state())
     for name in names(folder):
         content = bytearray((folder / name).read_bytes())
         content[len(content) // 2] ^= 8
@@ -285,7 +284,7 @@ def test_damage_is_noticed_before_anything_changes(tmp_path: Path) -> None:
 
 def test_each_failure_of_a_load_is_one_error(tmp_path: Path) -> None:
     url = f"fake://{tmp_path}/c"
-    write_state(url, state(), RankGroup(alone=True))
+    save_state(url, state())
     for number in range(1, 100):
         FakeStore.restart(number, "answer")
         try:
@@ -305,7 +304,7 @@ def test_only_needed_bytes_are_read_in_small_requests(
     monkeypatch.setattr("shardwright.checkpoint.format.nested.CHUNK_BYTES", 1 << 13)
     url = f"fake://{tmp_path}/c"
     FakeStore.restart()
-    write_state(url, {"a": torch.arange(1 << 16).view(256, 256)}, RankGroup(alone=True))
+    save_state(url, {"a": torch.arange(1 << 16).view(256, 256)})
     stored = sum((tmp_path / "c" / name).stat().st_size for name in names(tmp_path / "c"))
     index = (tmp_path / "c" / INDEX).stat().st_size
     assert FakeStore.largest_request <= max(1 << 13, index)
@@ -379,7 +378,7 @@ def test_reasons_of_a_store_are_one_line_with_advice(
 
 def test_a_store_that_does_not_answer_is_an_error_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
-    monkeypatch.setattr(file_systems, "PATIENCE", 0.2)
+    monkeypatch.setattr(object_files, "PATIENCE", 0.2)
     monkeypatch.setattr(FakeStore, "_asked", lambda self, call: answered.wait(20))
     try:
         for use in (sw.save_checkpoint, sw.load_checkpoint):
@@ -435,11 +434,11 @@ def test_a_failure_on_one_rank_is_one_error_on_every_rank(
     with pytest.raises(
         OSError, match=rf"^rank 1: {url}/__1_0\.[0-9a-f]+\.distcp cannot be written: the store has fai"
     ):
-        write_state(url, mine, RankGroup())
+        save_state(url, mine)
     FakeStore.restart()
     dist.barrier()
     assert names(tmp_path / "c") == uploads(tmp_path / "c") == []
-    write_state(url, mine, RankGroup())
+    save_state(url, mine)
     read = {f"t{rank}": torch.zeros(5)}
     load_state(url, read, RankGroup())
     assert torch.equal(read[f"t{rank}"], mine[f"t{rank}"])
@@ -448,7 +447,7 @@ def test_a_failure_on_one_rank_is_one_error_on_every_rank(
 @multirank(2)
 def test_a_store_that_the_ranks_do_not_share_is_refused(rank: int, world_size: int, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"^rank 1: memory://c/__begun.* is not there.*store that they share"):
-        write_state("memory://c", {"t": torch.ones(3)}, RankGroup())
+        save_state("memory://c", {"t": torch.ones(3)})
     assert not fsspec.filesystem("memory").find("/c")
 
 
@@ -469,7 +468,7 @@ def test_an_asynchronous_save_is_the_same_checkpoint(rank: int, world_size: int,
             assert outcome is not None and outcome.committed and outcome.path == f"fake://{tmp_path}/a"
             with pytest.raises(FileExistsError, match="holds a whole checkpoint"):
                 checkpoints.save_state(f"fake://{tmp_path}/a", mine, overwrite=True)
-    write_state(f"fake://{tmp_path}/b", mine, RankGroup())
+    save_state(f"fake://{tmp_path}/b", mine)
     attempts = [checkpoint_at(f"fake://{tmp_path}/{name}").index.attempt for name in "ab"]  # type: ignore[union-attr]
     stored = [
         {

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import convert_checkpoint as convert
+from shardwright.checkpoint import convert_checkpoint as convert, save_state
 from shardwright.checkpoint.pretrained.folder import open_model
-from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import local_store, publishing
 from tests.checkpoint.kit.calls import Call, recorded
-from tests.checkpoint.kit.states import ALONE, state, step_of
+from tests.checkpoint.kit.states import state, step_of
 from tests.support.pool import forkserver
 
 
@@ -73,9 +72,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "checkpoint": Kind(
-        "c", lambda path, step: write_state(path, state(step), ALONE, overwrite=True), step_of
-    ),
+    "checkpoint": Kind("c", lambda path, step: save_state(path, state(step), overwrite=True), step_of),
     "model": Kind("c", save_model, step_of_model),
     "file": Kind("c", save_file, step_of_file),
     "torch": Kind("c.pt", convert_to("torch"), step_of_weights),

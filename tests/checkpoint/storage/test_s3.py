@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
+from shardwright.checkpoint import save_state
 from shardwright.checkpoint.load.checkpoints import checkpoint_at
-from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import object_files
 from shardwright.checkpoint.storage.object_store import ObjectStore
 from shardwright.engine import RankGroup
@@ -115,9 +115,9 @@ def test_an_upload_that_fails_does_not_appear(s3: Any, monkeypatch: pytest.Monke
         with pytest.raises(
             OSError, match=r"__0_0\..*cannot be written: Access Denied\. Set AWS_PROFILE, or AWS_ACC"
         ):
-            write_state("s3://runs/big", {"t": tensor}, ALONE)
+            save_state("s3://runs/big", {"t": tensor})
     assert asked == [1, 2] and not uploads(s3) and not s3.find("runs", refresh=True)
-    write_state("s3://runs/big", {"t": tensor}, ALONE, verified=True)
+    save_state("s3://runs/big", {"t": tensor}, verified=True)
     read = {"t": torch.zeros_like(tensor)}
     load_state("s3://runs/big", read, ALONE)
     assert torch.equal(read["t"], tensor) and not uploads(s3)
@@ -127,7 +127,7 @@ _KILLED = """
 import os, signal, torch, fsspec
 from shardwright.checkpoint.storage import object_files
 from shardwright.engine.collective import RankGroup
-from shardwright.checkpoint.save.collective_save import write_state
+from shardwright.checkpoint import save_state
 
 object_files.BLOCK = 5 << 20
 kind = fsspec.get_filesystem_class("s3")
@@ -139,7 +139,7 @@ def dies_at_the_second_part(self, method, *args, **options):
     return original(self, method, *args, **options)
 
 kind.call_s3 = dies_at_the_second_part
-write_state("s3://runs/killed", {"t": torch.zeros(3 << 20)}, RankGroup(alone=True))
+save_state("s3://runs/killed", {"t": torch.zeros(3 << 20)})
 """
 
 
@@ -153,8 +153,8 @@ def test_a_killed_save_leaves_no_checkpoint_and_is_replaced_if_asked(s3: Any) ->
     with pytest.raises(FileNotFoundError, match="holds no whole checkpoint: a save was interrupted"):
         load_state(url, {"t": tensor}, ALONE)
     with pytest.raises(FileExistsError, match=r"what an interrupted save has left \(1 object\)"):
-        write_state(url, {"t": tensor}, ALONE)
-    write_state(url, {"t": tensor}, ALONE, overwrite=True)
+        save_state(url, {"t": tensor})
+    save_state(url, {"t": tensor}, overwrite=True)
     read = {"t": torch.zeros(5)}
     load_state(url, read, ALONE)
     assert torch.equal(read["t"], tensor)

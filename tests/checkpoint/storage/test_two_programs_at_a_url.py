@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from shardwright.checkpoint import Damaged, save_state
 from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
-from shardwright.checkpoint.save.collective_save import write_state
 from shardwright.checkpoint.storage import object_store
-from shardwright.common.errors import Damaged
 from shardwright.engine import RankGroup
 from tests.checkpoint.kit.states import load_state
 
@@ -57,7 +56,7 @@ class Save(threading.Thread):
 
     def run(self) -> None:
         try:
-            write_state(self.url, state(self.value), ALONE, overwrite=self.overwrite)
+            save_state(self.url, state(self.value), overwrite=self.overwrite)
         except Exception as error:
             self.error = error
         self.is_waiting.set()
@@ -127,7 +126,7 @@ def test_at_most_one_of_two_saves_succeeds_and_it_is_whole(
 
 def replace(url: str, value: float) -> None:
     object_store.ObjectStore(url).clear()
-    write_state(url, state(value), ALONE)
+    save_state(url, state(value))
 
 
 @pytest.mark.parametrize("when", ["before the comparison", "after the comparison", "while it is read"])
@@ -135,7 +134,7 @@ def test_a_checkpoint_at_a_url_is_replaced_during_a_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     url = f"fake://{tmp_path}/c"
-    write_state(url, state(1), ALONE)
+    save_state(url, state(1))
     verify, read_boxes = OwnCheckpoint.verify, collective_load.read_boxes
 
     def verify_slowly(*args: Any) -> None:

@@ -17,10 +17,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright as sw
-from shardwright.checkpoint import INDEX, UnknownVersion
+from shardwright.checkpoint import INDEX, Damaged, UnknownVersion, save_state
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint, checkpoint_at
-from shardwright.checkpoint.save.collective_save import write_state
-from shardwright.common.errors import Damaged
 from shardwright.engine import RankGroup
 from tests.checkpoint.kit.states import bits, load_state
 from tests.support.pool import multirank, world_mesh
@@ -145,15 +143,15 @@ def test_states_that_cannot_be_stored_name_their_tensor(tmp_path: Path) -> None:
         (torch.eye(2).to_sparse(), "a.b is sparse"),
     ):
         with pytest.raises(ValueError, match=problem):
-            write_state(tmp_path / "c", {"a": {"b": tensor}}, RankGroup())
+            save_state(tmp_path / "c", {"a": {"b": tensor}})
     with pytest.raises(ValueError, match=r"two entries of the state have the name 'a\.b'"):
-        write_state(tmp_path / "c", {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, RankGroup())
+        save_state(tmp_path / "c", {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
 
 
 def test_a_large_tensor_is_stored_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwright.checkpoint.format.nested.CHUNK_BYTES", 100)
     state = {"wide": torch.randn(1, 3, 40), "tall": torch.randn(90, 2), "view": torch.randn(8, 9).t()}
-    write_state(tmp_path / "c", state, RankGroup())
+    save_state(tmp_path / "c", state)
     opened = checkpoint_at(tmp_path / "c")
     assert isinstance(opened, OwnCheckpoint)
     index = opened.index
@@ -227,7 +225,7 @@ def test_ranks_raise_the_same_error(rank: int, world_size: int, tmp_path: Path) 
     with pytest.raises(
         ValueError, match=r"t has dtype torch.float32 and shape \(3,\) on rank 1, and .* \(2,\)"
     ):
-        write_state(tmp_path / "c", {"t": torch.ones(2 + rank)}, RankGroup())
+        save_state(tmp_path / "c", {"t": torch.ones(2 + rank)})
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         sw.load_checkpoint(tmp_path / "none", model)
     assert not (tmp_path / "c").exists()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.common.errors import Damaged
+from shardwright.checkpoint import Damaged
 from tests.support.pool import multirank, world_mesh
 
 

@@ -93,7 +93,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 @pytest.mark.extensive(
     "every optimizer on each number of ranks",
-    but=("AdamW-*", "Muon-2-*", "SGD momentum-0-*", "AdamW8bit-2-*", "groups-2-*", "numbers and nests-0-*"),
+    but=("Muon-2-*", "AdamW8bit-2-*", "groups-2-*", "numbers and nests-0-*"),
 )
 @multirank(2)
 @pytest.mark.parametrize("before", [0, 2])
@@ -306,9 +306,7 @@ def with_hook(seed: int, hook: str, **options: Any) -> tuple[Any, Any]:
     return model, sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.extensive(
-    "each hook in each strategy", but=("zero3-products-*", "hsdp-bytes-*", "ddp-bfloat16-*")
-)
+@pytest.mark.extensive("each hook in each strategy", but=("zero3-products-*", "hsdp-bytes-*"))
 @multirank(2, 4)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp", "hsdp"])
@@ -331,6 +329,7 @@ def test_errors_of_hooks_go_on(rank: int, world_size: int, hook: str, strategy: 
         assert_equal(whole(other, its), expected)
 
 
+@pytest.mark.extensive("each change", but=("layout-*", "codec-*"))
 @multirank(2)
 @pytest.mark.parametrize("change", ["layout", "ranks", "codec", "none saved"])
 def test_errors_of_hooks_of_another_layout_are_forgotten(

@@ -70,7 +70,7 @@ def numbers_of(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 @multirank(2)
-@pytest.mark.extensive("each kind of state", but=("both-float rate-*", "none-*"))
+@pytest.mark.extensive("each kind of state", but=("both-float rate-*",))
 @pytest.mark.parametrize("is_tensor", [False, True], ids=["float rate", "tensor rate"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizers_go_on_whatever_their_state_holds(

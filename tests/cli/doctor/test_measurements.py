@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.cli.doctor import children, devices, folders, links, measurements
+from shardwright.cli.doctor import devices, folders, links, measurements
 from shardwright.cli.doctor.children import Unmeasured, measure_in_children
 from shardwright.cli.doctor.findings import Finding, unmeasured
 
@@ -143,7 +143,7 @@ def test_sigterm_removes_what_a_measurement_has_made(tmp_path: Path, monkeypatch
         signal.pause()
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(children.time, "sleep", stopped)
+    monkeypatch.setattr(time, "sleep", stopped)
     with pytest.raises(SystemExit, match="143"), measurements.exit_at_sigterm():
         measure_in_children(folders.measure_folder, [(str(place),)], 30)
     assert not place.exists() and signal.getsignal(signal.SIGTERM) == before

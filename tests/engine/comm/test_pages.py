@@ -19,7 +19,7 @@ from shardwright.engine.comm import LEFT, Meeting, Unreached, new_failure, pages
 from shardwright.engine.comm.hall import Hall, Missing
 from shardwright.engine.comm.meeting import meeting_of
 from shardwright.engine.comm.pages import SLOTS, OtherRing, Ring
-from tests.engine.kit.meetings import Interrupt, fresh_meetings
+from tests.engine.kit.meetings import Interrupt, fresh_meetings, goes_by_pages
 from tests.support import multirank
 
 CPU = torch.device("cpu")
@@ -192,10 +192,10 @@ def test_ranks_of_a_host_go_over_to_pages_together(rank: int, world_size: int) -
         ways = []
         for number in range(5):
             assert meeting.show((number,)) is None
-            ways.append(meeting._way.hall is not None)
+            ways.append(goes_by_pages(meeting))
             rows = meeting.show((7, rank))  # they do not agree
             assert rows == [[7, each, 0, 0, 0, 0] for each in range(world_size)]
-            ways.append(meeting._way.hall is not None)
+            ways.append(goes_by_pages(meeting))
         assert ways == [False] + [True] * 9
         assert meeting.number == 5
         assert meeting_of(dist.group.WORLD, CPU) is meeting  # type: ignore[arg-type]
@@ -208,7 +208,7 @@ def test_one_rank_without_pages_keeps_all_on_gloo(rank: int, world_size: int) ->
         meeting = world_meeting()
         for number in range(4):
             assert meeting.show((number,)) is None
-        assert meeting._way.hall is None
+        assert not goes_by_pages(meeting)
 
 
 @multirank(3)
@@ -223,7 +223,7 @@ def test_one_rank_that_finds_no_pages_keeps_all_on_gloo(rank: int, world_size: i
         meeting = world_meeting()
         for number in range(4):
             assert meeting.show((number,)) is None
-        assert meeting._way.hall is None
+        assert not goes_by_pages(meeting)
 
 
 @multirank(2)
@@ -250,7 +250,7 @@ def test_leaving_before_and_after_pages_are_found(
         assert min(leaves, SLOTS - 1) * rank <= seen <= leaves * rank
         for number in range(5):
             assert meeting.show((number,)) is None
-        assert meeting._way.hall is not None
+        assert goes_by_pages(meeting)
 
 
 def test_a_rank_that_reads_while_another_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +388,7 @@ def test_groups_within_the_world_have_rings_of_their_own(rank: int, world_size: 
             assert mine.show((rank // 2, number)) is None
             assert world.show((number,)) is None
             assert mine.show((rank,)) is not None
-        assert mine._way.hall is not None and world._way.hall is not None
+        assert goes_by_pages(mine) and goes_by_pages(world)
         assert mine._way.hall.mine.address.offset != world._way.hall.mine.address.offset
         for group in pairs:
             dist.destroy_process_group(group)

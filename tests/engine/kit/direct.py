@@ -68,7 +68,7 @@ def joint_block(layers: tuple[Layer, ...], states: list[torch.Tensor]) -> list[t
 
 
 class Towers(nn.Module):
-    """pi0.5's shape: the layers of two towers are used by a free function. ``checkpoint``: computed again in backward."""
+    """pi0.5's shape: a free function uses the layers of two towers. ``checkpoint``: recompute it in backward."""
 
     checkpoint: bool | None = None
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from shardwright.engine.comm import meeting, pages
+from shardwright.engine.comm.meeting import Meeting
 from shardwright.engine.front import api
 
 
@@ -26,3 +27,8 @@ def fresh_meetings(way: str = "pages") -> Iterator[None]:
         if way == "gloo":
             patch.setattr(pages, "usable", lambda: False)
         yield
+
+
+def goes_by_pages(of: Meeting) -> bool:
+    """Whether the ranks of a meeting write to memory of their host, in place of gloo."""
+    return of._way.hall is not None

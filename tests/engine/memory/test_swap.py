@@ -189,6 +189,7 @@ def load_and_call() -> None:
     assert _swap.load()(storage._cdata, storage._cdata) == 0
 
 
+@pytest.mark.extensive("it compiles, and four processes start")
 @needs_compiler
 def test_one_process_compiles_and_the_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that counts its calls. Four processes begin at once; a fifth needs no compiler any more."""

@@ -120,6 +120,7 @@ def measured(row: dict[str, Any]) -> int:
     return top
 
 
+@pytest.mark.extensive("real steps of each", but=("*'torch'*", "*'none'*", "*'adamw', 'micro_batches': 2*"))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_plan_has_the_peak_of_a_loop(row: dict[str, Any]) -> None:

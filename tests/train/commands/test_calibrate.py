@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.cli.program import main
+from shardwright.cli import main
 from shardwright.planner import Kernel, Kind, Step, work_of
 from shardwright.planner.measured import key_of
 from shardwright.planner.tracing import Operation, Timer, noting

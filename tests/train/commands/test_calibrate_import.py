@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.cli.program import main
+from shardwright.cli import main
 from shardwright.planner import GIB, Device, Kernel, Point, Rates, known_devices, parse_devices, work_of
 from shardwright.planner.rates import ranges_of
 from shardwright.train.planning.imported_device import ATTENTION, MOST, PRODUCTS, thinned

@@ -15,13 +15,13 @@ import shardwright as sw
 from shardwright import cli
 from shardwright.checkpoint import open_stored
 from shardwright.train.commands.export import export
-from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import saved_steps, step_folder
+from shardwright.train.run.position import step_folder
+from tests.train.kit.jobs import steps_in
 
 
 def newest(run: Path) -> Path:
-    checkpoints = RunFolder(run).checkpoints
-    return step_folder(checkpoints, saved_steps(checkpoints)[0])
+    checkpoints = run / "checkpoints"
+    return step_folder(checkpoints, steps_in(checkpoints)[0])
 
 
 def values(path: Path) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ def test_a_full_disk_is_one_line(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     sw.save_checkpoint(tmp_path / "c", torch.nn.Linear(30, 30))
-    monkeypatch.setattr("shardwright.checkpoint.pretrained.files.os.pwrite", full)
+    monkeypatch.setattr(os, "pwrite", full)
     assert cli.main(["convert", str(tmp_path / "c"), str(tmp_path / "out"), "--to", "safetensors"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "cannot write: No space left on device" in error and "Free some space" in error

@@ -153,7 +153,10 @@ def test_a_check_of_names_needs_no_run(capsys: pytest.CaptureFixture[str]) -> No
         (["--tasks", ","], 2, "--tasks: expected names or files, separated by commas, found ','"),
         (["--tasks", "colours", "--step", "7"], 2, "--step: expected a step with a checkpoint in "),
         (["--tasks", "crash"], 1, "evaluate: lm-eval failed: RuntimeError: no such data for crash; see "),
-        (["--tasks", "end"], 1, "evaluate: lm-eval ended with status 3 and without a result; see "),
+        pytest.param(
+            ["--tasks", "end"], 1, "evaluate: lm-eval ended with status 3 and without a result; see ",
+            marks=pytest.mark.extensive("another process that fails"),
+        ),
     ],
 )  # fmt: skip
 def test_errors_are_one_line(
@@ -203,6 +206,7 @@ def test_without_lm_eval(
     )
 
 
+@pytest.mark.extensive("lm-eval takes half a minute to import")
 def test_lm_eval_finds_the_choices_that_the_model_prefers(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,10 +27,9 @@ from shardwright.train.finetune.layers import Adapter
 from shardwright.train.models import generation_settings, hugging_face
 from shardwright.train.models.build import build_model
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import saved_steps
 from shardwright.train.step import loading
 from tests.train.data.samples import save_tokenizer
-from tests.train.kit.jobs import HYBRID, config_file, tiny, train_here
+from tests.train.kit.jobs import HYBRID, config_file, run_config, steps_in, tiny, train_here
 from tests.train.kit.logs import heard
 from tests.train.models.kit.hub import hub
 
@@ -109,7 +108,7 @@ def test_characters_of_bytes_are_those_of_byte_level_bpe() -> None:
 
 
 def test_steps_dtypes_and_files(plain_run: Path, tmp_path: Path) -> None:
-    steps = sorted(saved_steps(plain_run / "checkpoints"))
+    steps = sorted(steps_in(plain_run / "checkpoints"))
     export(plain_run, tmp_path / "old", step=steps[0])
     export(plain_run, tmp_path / "half", dtype="bfloat16", max_shard_size="40 KB")
     old, half = open_stored(tmp_path / "old"), open_stored(tmp_path / "half")
@@ -181,7 +180,7 @@ def test_damage_falls_back_to_the_checkpoint_before_or_leaves_nothing(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(plain_run, run)
-    *_, before, newest = sorted(saved_steps(run / "checkpoints"))
+    *_, before, newest = sorted(steps_in(run / "checkpoints"))
     file = run / "checkpoints" / f"step-{newest}" / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -270,7 +269,7 @@ def test_a_tokenizer_that_has_changed_since_the_run_is_refused(
         assert cli.main(list(command)) == 2
         assert capsys.readouterr().err == message
     assert not Path("out").exists()
-    config = RunFolder(run).config_file  # as the error says
+    config = run / "config.toml"  # as the error says
     config.write_text(config.read_text().replace(str(files), str(tmp_path / "copy")))
     assert cli.main(["generate", "run", "--prompt", "The", "--tokens", "1"]) == 0
     assert cli.main(["export", "run", "out"]) == 0
@@ -332,7 +331,7 @@ def test_the_template_of_the_run_is_exported(plain_run: Path, tmp_path: Path) ->
     run, template = tmp_path / "run", tmp_path / "my.jinja"
     shutil.copytree(plain_run, run)
     template.write_text("{{ messages }}")
-    file = RunFolder(run).config_file
+    file = run / "config.toml"
     without = re.sub(r"(?m)^chat_template = .*\n", "", file.read_text())
     file.write_text(without.replace("[data]\n", f'[data]\nchat_template = "{template}"\n'))
     export(run, tmp_path / "out")
@@ -393,7 +392,7 @@ def test_adapters_are_folded_one_layer_at_a_time(
     run = tmp_path / "run"
     job = config_file(tmp_path, tiny(train={"steps": 2}, optimizer={"lr": 0.1}).to_toml())
     assert train_here(job, "--finetune.method", method, *ADAPTERS, "--run.dir", run) == 0
-    config = RunFolder(run).config()
+    config = run_config(run)
     torch.manual_seed(config.run.seed)
     model = build_model(config.model, 256)
     adapters.adapt(model, config.finetune, config.run.seed)

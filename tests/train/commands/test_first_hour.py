@@ -18,8 +18,8 @@ from shardwright import cli
 from shardwright.cli.train import USUAL
 from shardwright.engine.memory import Plan
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.records import StepRecord
 from shardwright.train.config.keys import keys
+from shardwright.train.extend import StepRecord
 from shardwright.train.report import progress
 from shardwright.train.report.plan_picture import outside_in_words, plan_figure
 from shardwright.train.report.progress import Start

@@ -11,7 +11,8 @@ from typing import get_args
 from shardwright import train
 from shardwright.train.config import ParallelConfig
 from shardwright.train.config.catalog.engines import ENGINES, EngineName, engines_that
-from shardwright.train.config.catalog.kinds import kinds, kinds_that
+from shardwright.train.config.catalog.kinds import kinds_that
+from shardwright.train.extend import kinds
 from shardwright.train.parallel.engines import CLASSES, engine_of
 
 TRAIN = Path(train.__file__).parent

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.cli.program import main
-from shardwright.planner import Found, Rules
+from shardwright.cli import main
+from shardwright.planner import Found
 from shardwright.train.commands.plans import new_job
 from shardwright.train.commands.plans.fit import Search
 from shardwright.train.config import DataConfig, load_config
@@ -103,7 +103,7 @@ def test_the_planner_chooses(
     keys = (("train.compile", "inductor"), ("train.micro_batch", "4"), ("parallel.strategy", "zero3"))
     found = Found(keys, True, 3 << 30, 2.0)
 
-    def searched(job: object, device: object, rules: Rules, caches: bool, processes: int) -> Search:
+    def searched(job: object, processes: int) -> Search:
         return Search([found], {keys: Fast()}, {}, set())  # type: ignore[dict-item]
 
     monkeypatch.setattr(new_job, "search", searched)

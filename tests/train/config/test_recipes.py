@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.cli.program import main
+from shardwright.cli import main
 from shardwright.train.config import load_config
 from tests.train.kit.jobs import losses, run
 from tests.train.kit.qwen3 import QWEN3_8B, SMALL_QWEN3, folder_of_model

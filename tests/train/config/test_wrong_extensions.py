@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardwright import cli
-from shardwright.engine.extend import ExtensionError, NamedLayout, NamedMemory
 from shardwright.engine.memory import Item, Plan
+from shardwright.extend import ExtensionError, NamedLayout, NamedMemory
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.extend import Kind, NamedOptimizer, NamedSink, Offers, kinds, optimizers

@@ -14,6 +14,7 @@ import shardwright as sw
 from shardwright import cli
 from shardwright.engine.extend.store_registry import NEEDED
 from shardwright.train.commands.extensions import REGISTRIES
+from tests.support.registries import forgotten_afterwards
 from tests.train.kit.hooks import EXAMPLES, JOB
 from tests.train.kit.jobs import config_file
 
@@ -94,11 +95,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "own_stores.py").write_text(OWN.format(needed=NEEDED, ducks=ducks))
     (tmp_path / "my_store.py").write_text(EXAMPLES["my_store.py"])
     monkeypatch.chdir(tmp_path)
-    known, path = [dict(registry._values) for registry, _ in REGISTRIES.values()], list(sys.path)
-    yield tmp_path
-    for (registry, _), values in zip(REGISTRIES.values(), known, strict=True):
-        registry._values.clear()
-        registry._values.update(values)
+    path = list(sys.path)
+    with forgotten_afterwards(registry for registry, _ in REGISTRIES.values()):
+        yield tmp_path
     for name in ("own_stores", "my_store"):
         sys.modules.pop(name, None)
     sys.path[:] = path

@@ -16,11 +16,12 @@ from hypothesis import given, settings, strategies as st
 
 from shardwright import cli
 from shardwright.train.config import Config, load_config
-from shardwright.train.config.catalog.records import StepRecord, of_sets, scalars
+from shardwright.train.config.catalog.records import of_sets, scalars
 from shardwright.train.data.dataset import load_dataset, validation_samples
 from shardwright.train.data.samples.validation import part_of, training_and_validation
 from shardwright.train.data.statement import statement
 from shardwright.train.errors import UserError
+from shardwright.train.extend import StepRecord
 from shardwright.train.step.evaluation import validate
 from tests.support import multirank
 from tests.train.kit.jobs import TINY, config_file, records, tiny, train_here, trainer

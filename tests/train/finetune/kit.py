@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from shardwright.train.config import FinetuneConfig
 from shardwright.train.config.shapes.presets import LlamaConfig
+from shardwright.train.extend import LanguageModel
 from shardwright.train.finetune.adapters import adapt, set_samples
 from shardwright.train.models.build import model_of
-from shardwright.train.models.language_model import LanguageModel
 from tests.train.kit.hybrid import TINY
 
 LLAMA = LlamaConfig(

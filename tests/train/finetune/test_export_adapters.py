@@ -17,11 +17,9 @@ from shardwright.train.finetune import adapters
 from shardwright.train.finetune.finetuning import peft_names
 from shardwright.train.finetune.peft_files import read_adapters
 from shardwright.train.models.build import model_of
-from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import saved_steps
 from shardwright.train.step import loading
 from tests.train.finetune.kit import tokens
-from tests.train.kit.jobs import TINY, config_file, train_here
+from tests.train.kit.jobs import TINY, config_file, run_config, steps_in, train_here
 from tests.train.models.kit.architectures import folder_with
 from tests.train.models.kit.foreign import JOB
 
@@ -62,7 +60,7 @@ def peft() -> Any:
 
 def adapted() -> Any:
     """The model of the run before training."""
-    config = RunFolder(Path("run")).config()
+    config = run_config(Path("run"))
     torch.manual_seed(config.run.seed)
     model = model_of(config.model.shape())
     model.read_weights()
@@ -72,7 +70,7 @@ def adapted() -> Any:
 
 def trained() -> Any:
     model = adapted()
-    step = saved_steps(Path("run/checkpoints"))[0]
+    step = steps_in(Path("run/checkpoints"))[0]
     loading.load_weights(Path(f"run/checkpoints/step-{step}"), model)
     return model
 
@@ -98,6 +96,7 @@ def train(kind: str, method: str, folder: Path) -> None:
     assert train_here(job, *own[kind], *LORA, *options) == 0
 
 
+@pytest.mark.extensive("a run of each kind with each method", but=("hf-lora", "python-dora", "llama-lora"))
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("kind", ["llama", "python", "hf"])
 def test_the_files_have_the_values_of_the_run(
@@ -117,7 +116,7 @@ def test_the_files_have_the_values_of_the_run(
     assert config["task_type"] == (None if kind == "python" else "CAUSAL_LM")
     assert config["use_dora"] == (method == "dora") and config["r"] == 4
     ours, read = trained(), adapted()
-    run = RunFolder(Path("run")).config()
+    run = run_config(Path("run"))
     read_adapters(read, "out", run.finetune, key_map=peft_names(read, run.model.shape()))
     with torch.no_grad():
         assert torch.equal(read(tokens(0)), ours(tokens(0)))
@@ -128,6 +127,7 @@ def test_the_files_have_the_values_of_the_run(
     }
 
 
+@pytest.mark.extensive("a run of each kind with each method", but=("hf-lora", "python-dora"))
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("kind", ["python", "hf"])
 def test_peft_computes_the_same_logits(folder: Path, kind: str, method: str) -> None:
@@ -150,7 +150,7 @@ def test_peft_computes_the_same_logits(folder: Path, kind: str, method: str) -> 
 
 def adapted_base() -> Any:
     """The module of the run without adapters."""
-    config = RunFolder(Path("run")).config()
+    config = run_config(Path("run"))
     torch.manual_seed(config.run.seed)
     return model_of(config.model.shape()).model  # type: ignore[attr-defined]
 
@@ -192,6 +192,7 @@ def test_what_has_no_files_of_adapters_is_refused(
         assert not Path("out").exists()
 
 
+@pytest.mark.extensive("a run for each dtype", but=("None",))
 @pytest.mark.parametrize("dtype", ["float32", "float16", None])
 def test_adapters_on_a_narrow_base_are_merged_in_the_dtype_of_the_export(
     folder: Path, dtype: str | None, capsys: pytest.CaptureFixture[str]

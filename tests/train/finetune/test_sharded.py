@@ -149,6 +149,7 @@ def test_frozen_parameters_have_no_gradients_and_no_state(rank: int, world_size:
     assert everywhere.item() == 2 * 3 * sum(per_block.values())
 
 
+@pytest.mark.extensive("each method with each layout", but=("lora-ragged-*", "dora-per_parameter-*"))
 @multirank(2)
 @pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
 @pytest.mark.parametrize("method", ["lora", "dora"])

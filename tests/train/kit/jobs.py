@@ -14,16 +14,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from base64 import b64decode
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from shardwright import cli
+from shardwright.checkpoint import list_checkpoints
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
+from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.trainer import Trainer
@@ -95,9 +100,31 @@ def config_file(folder: Path, text: str = TINY) -> Path:
     return path
 
 
+#: A picture of one pixel.
+BLANK = b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
+
+
+@contextmanager
+def blank_pictures() -> Iterator[None]:
+    """Inside the context matplotlib writes one pixel in place of a picture, whose drawing takes as long as a tiny job.
+
+    Pictures are drawn in `tests/train/report`, and by jobs in processes of their own.
+    """
+
+    def write(figure: object, file: Path, **options: object) -> None:
+        file.write_bytes(BLANK)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", write)
+        yield
+
+
 def train_here(config: Path, *arguments: str | Path) -> int:
     """`shardwright train` with one rank in this process; returns the exit status."""
-    status = cli.main(["train", str(config), *map(str, arguments)])
+    with blank_pictures():
+        status = cli.main(["train", str(config), *map(str, arguments)])
     assert not dist.is_initialized()
     return status
 
@@ -152,7 +179,8 @@ def _rank(
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-    sys.exit(cli.main(list(map(str, arguments))))
+    with blank_pictures():
+        sys.exit(cli.main(list(map(str, arguments))))
 
 
 def start(
@@ -195,6 +223,31 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def run_record(folder: Path) -> dict[str, Any]:
+    """The content of run.json."""
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def run_config(folder: Path) -> Config:
+    """The configuration that a run keeps."""
+    return RunFolder(folder).config()
+
+
+def profile_of(folder: Path, first: int, last: int, rank: int) -> Path:
+    """The trace of a rank in these steps."""
+    return folder / "profile" / f"steps_{first}_to_{last}_rank_{rank}.json.gz"
+
+
+def steps_in(checkpoints: Path | str) -> list[int]:
+    """The steps that have a checkpoint in a folder or at a URL, newest first."""
+    return sorted((int(name.removeprefix("step-")) for name in list_checkpoints(checkpoints)), reverse=True)
+
+
+def train_step(trainer: Trainer) -> Any:
+    """A step that no signal disturbs."""
+    return trainer.train_step(StopRequest())
+
+
 def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records(folder)]
 
@@ -222,10 +275,10 @@ def rank_process(launcher: subprocess.Popen[str], rank: int) -> int:
     raise AssertionError(f"found no rank {rank}")
 
 
-def read_exit(folder: RunFolder) -> dict[str, Any] | None:
+def read_exit(folder: Path) -> dict[str, Any] | None:
     """The content of exit.json; None if there is no readable one."""
     try:
-        content = json.loads(folder.exit_file.read_text(encoding="utf-8"))
+        content = json.loads((folder / "exit.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

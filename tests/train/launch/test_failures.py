@@ -19,7 +19,6 @@ from shardwright.train.launch.job_end import Complaint
 from shardwright.train.launch.judgement import EndOfRanks, Evidence, culprit
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.run.metrics import recorded_step
-from shardwright.train.run.position import saved_steps
 from shardwright.train.run.record import RunRecord, repair_record
 from shardwright.train.run.writing import write_text
 from shardwright.train.step import session
@@ -33,7 +32,9 @@ from tests.train.kit.jobs import (
     ranks,
     read_exit,
     run,
+    run_record,
     start,
+    steps_in,
     train_here,
     wait_for,
     wait_for_steps,
@@ -272,9 +273,9 @@ def test_full_disk_is_one_line_and_earlier_checkpoints_stay(tmp_path: Path, fini
     (status, err), (other, silent) = ranks(2, *arguments, largest_file=64_000)
     assert (status, other, silent) == (2, 2, "")
     assert err.startswith("error: ") and "cannot write" in err and err.count("\n") == 1
-    assert saved_steps(folder / "checkpoints") == [2]
+    assert steps_in(folder / "checkpoints") == [2]
     assert what_is_missing(folder / "checkpoints" / "step-2") is None
-    assert RunFolder(folder).record()["status"] == "failed"
+    assert run_record(folder)["status"] == "failed"
 
 
 def test_metrics_that_cannot_be_written_are_one_line(
@@ -300,10 +301,10 @@ def test_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert time.monotonic() - killed < 30
     assert status == 75 and err.startswith("error: rank 1 of 2 was killed by SIGKILL")
     assert f"train --resume {folder} --nproc 2" in err
-    assert RunFolder(folder).record()["status"] == "failed"
-    content = read_exit(RunFolder(folder))
+    assert run_record(folder)["status"] == "failed"
+    content = read_exit(folder)
     assert content is not None and (content["status"], content["rank"]) == (75, 1)
-    assert content["saved"] == saved_steps(folder / "checkpoints")[0]
+    assert content["saved"] == steps_in(folder / "checkpoints")[0]
 
 
 def complaint(rank: int, order: int, kind: str) -> Complaint:
@@ -369,14 +370,14 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:
     job.communicate()
     wait_for(lambda: not any(psutil.pid_exists(rank) for rank in ranks), seconds=20)
     # The first rank has written what happened. Where it could not, the next resume does.
-    content, record = read_exit(RunFolder(folder)), RunFolder(folder).record()
+    content, record = read_exit(folder), run_record(folder)
     assert content is not None
     assert (content["status"], content["reason"]) == (75, "the launcher was killed")
     assert record["status"] == "failed" and record["sessions"][0]["ended_by"] == "the launcher was killed"
     record["status"] = record["sessions"][0]["status"] = "running"
     (folder / "run.json").write_text(json.dumps(record))
     repair_record(RunFolder(folder))
-    record = RunFolder(folder).record()
+    record = run_record(folder)
     assert record["status"] == record["sessions"][0]["status"] == "failed"
     assert record["sessions"][0]["to_step"] == recorded_step(folder / "metrics.jsonl") >= 2
     # The line of one more step may be written after exit.json, while the rank leaves.

@@ -29,17 +29,17 @@ from shardwright.train.step.numerics.verifying import CorruptionError
 from shardwright.train.step.saving.checkpoint import SaveFailedError, _failures
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
-from tests.train.kit.jobs import TINY, config_file, ranks, read_exit, tiny, train_here
+from tests.train.kit.jobs import TINY, config_file, ranks, read_exit, run_record, tiny, train_here
 
 
 def ended(folder: Path) -> dict[str, Any]:
-    content = read_exit(RunFolder(folder))
+    content = read_exit(folder)
     assert content is not None
     return content
 
 
 def sessions(folder: Path) -> list[tuple[str, str | None]]:
-    return [(each["status"], each.get("ended_by")) for each in RunFolder(folder).record()["sessions"]]
+    return [(each["status"], each.get("ended_by")) for each in run_record(folder)["sessions"]]
 
 
 def failing_at(patch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:

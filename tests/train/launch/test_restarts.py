@@ -25,7 +25,16 @@ from shardwright.train.rank.rendezvous import fresh_store
 from shardwright.train.run.exits import FAILED, TRY_AGAIN, USER_ERROR, Outcome
 from shardwright.train.run.folder import RunFolder
 from tests.train.kit.faults import environment
-from tests.train.kit.jobs import TINY, config_file, losses, ranks as run_ranks, read_exit, records, run
+from tests.train.kit.jobs import (
+    TINY,
+    config_file,
+    losses,
+    ranks as run_ranks,
+    read_exit,
+    records,
+    run,
+    run_record,
+)
 from tests.train.launch.kit.forked import launch
 
 FAULTY = ("--optimizer.name", "tests.train.kit.faults:ADAMW")
@@ -40,7 +49,7 @@ def weights(run_folder: Path, step: int) -> dict[str, Any]:
 
 
 def ended(folder: Path) -> dict[str, Any]:
-    content = read_exit(RunFolder(folder))
+    content = read_exit(folder)
     assert content is not None
     return content
 
@@ -48,7 +57,7 @@ def ended(folder: Path) -> dict[str, Any]:
 def sessions(folder: Path) -> list[tuple[int, int, int, int, str]]:
     return [
         (each["attempt"], each["ranks"], each["from_step"], each["to_step"], each["status"])
-        for each in RunFolder(folder).record()["sessions"]
+        for each in run_record(folder)["sessions"]
     ]
 
 
@@ -77,7 +86,7 @@ def test_a_killed_rank_changes_nothing(tmp_path: Path, sharded_run: Path) -> Non
     dropped = (folder / "metrics.dropped.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in dropped] == [4]
     assert sessions(folder) == [(1, 2, 0, 4, "failed"), (2, 2, 3, 8, "finished")]
-    assert "killed by SIGKILL" in RunFolder(folder).record()["sessions"][0]["ended_by"]
+    assert "killed by SIGKILL" in run_record(folder)["sessions"][0]["ended_by"]
     exit_content = ended(folder)
     assert exit_content.keys() == {"status", "reason", "step", "saved", "rank", "attempt", "time"}
     assert (exit_content["status"], exit_content["step"], exit_content["attempt"]) == (0, 8, 2)
@@ -203,7 +212,7 @@ def test_the_same_error_comes_twice_under_torchrun(tmp_path: Path) -> None:
     assert re.search(f"^error: {reason}$", err, re.MULTILINE)
     # torchrun has started the ranks four times.
     assert [each[0] for each in sessions(tmp_path / "run")] == [1, 2]
-    for session in RunFolder(tmp_path / "run").record()["sessions"]:
+    for session in run_record(tmp_path / "run")["sessions"]:
         assert session["ended_by"].startswith("RuntimeError: planned at 0x")
     content = ended(tmp_path / "run")
     assert (content["status"], content["attempt"]) == (1, 2)

@@ -47,7 +47,7 @@ from shardwright.train.step.saving import saves
 from shardwright.train.step.trainer import Trainer
 from tests.train.kit.damage import what_is_missing
 from tests.train.kit.faults import environment
-from tests.train.kit.jobs import config_file, read_exit, records, train_here
+from tests.train.kit.jobs import config_file, read_exit, records, run_record, train_here
 from tests.train.launch.kit.forked import launch
 
 SOURCE = Path(__file__).parents[3]
@@ -94,7 +94,7 @@ def test_each_signal_saves_and_is_answered_at_once(
     assert answer < next(place for place, line in enumerate(lines) if line.startswith("step  2/50"))
     assert what_is_missing(folder / "checkpoints" / "step-2") is None
     assert [record["step"] for record in records(folder)] == [1, 2]
-    content, record = read_exit(RunFolder(folder)), RunFolder(folder).record()
+    content, record = read_exit(folder), run_record(folder)
     assert content is not None and content["status"] == status
     assert content["reason"] == f"stopped by {number.name}; the state is saved"
     assert (content["step"], content["saved"], content["attempt"]) == (2, 2, 1)
@@ -118,7 +118,7 @@ def ends_in_thread(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         statuses.append(status)
         raise Left
 
-    monkeypatch.setattr(signal_answers.os, "_exit", leave)
+    monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     return statuses
 
@@ -335,7 +335,7 @@ def test_a_signal_after_all_is_done_changes_nothing(tmp_path: Path, torchrun: tu
         environment={"PYTHONPATH": os.pathsep.join([str(SOURCE / "src"), str(SOURCE)])},
     )  # fmt: skip
     assert status == 0 and "warning" not in err, out + err
-    content, record = read_exit(RunFolder(folder)), RunFolder(folder).record()
+    content, record = read_exit(folder), run_record(folder)
     assert content is not None and (content["status"], content["reason"]) == (0, "done")
     assert record["status"] == "finished" and "ended_by" not in record["sessions"][-1]
 
@@ -368,7 +368,7 @@ def test_a_signal_to_one_rank_is_named(tmp_path: Path) -> None:
     )  # fmt: skip
     assert status == 143, out + err
     assert re.search(r"\nSIGUSR1 received by another rank; saving[^\n]*step \d+", out), out
-    content, record = read_exit(RunFolder(folder)), RunFolder(folder).record()
+    content, record = read_exit(folder), run_record(folder)
     reason = "stopped by SIGUSR1; the state is saved"
     assert content is not None and (content["reason"], content["saved"]) == (reason, content["step"])
     assert (record["status"], record["sessions"][-1]["ended_by"]) == ("interrupted", reason)
@@ -388,7 +388,7 @@ def test_run_json_agrees_with_the_status(tmp_path: Path, plain_run: Path, end: O
         record["status"] = record["sessions"][0]["status"] = before
         (tmp_path / "run.json").write_text(json.dumps(record))
         close_session(RunFolder(tmp_path), end, sessions_before=0)
-        found = RunFolder(tmp_path).record()
+        found = run_record(tmp_path)
         assert found["status"] == found["sessions"][0]["status"] == status
         assert found["sessions"][0]["ended_by"] == end.reason
 
@@ -406,14 +406,14 @@ def test_exit_json(tmp_path: Path) -> None:
     assert not folder.exit_file.exists()  # no run began
     saved_run(tmp_path, step=7, saved=5)
     JobEnd(folder, 3).write(Outcome(75, "rank 1 was killed", 1, lost=True))
-    content = read_exit(folder)
+    content = read_exit(tmp_path)
     assert content is not None and content.pop("time")
     assert content == {
         "status": 75, "reason": "rank 1 was killed", "step": 7, "saved": 5, "rank": 1, "attempt": 3,
     }  # fmt: skip
     assert not is_saved(folder)
     folder.exit_file.write_text('{"status"')
-    assert read_exit(folder) is None
+    assert read_exit(tmp_path) is None
     remove_exit(folder)
     remove_exit(folder)
     assert not folder.exit_file.exists()
@@ -429,7 +429,7 @@ def test_a_run_that_was_killed_after_its_last_step_ends_well(
     (folder / "run.json").write_text(json.dumps(record))
     before = (folder / "metrics.jsonl").read_bytes()
     assert train_here(config_file(tmp_path), "--resume", folder) == 0
-    record = RunFolder(folder).record()
+    record = run_record(folder)
     assert [each["status"] for each in record["sessions"]] == ["failed", "finished"]
     assert record["sessions"][0]["ended_by"] == "its processes were killed, or the machine stopped"
     assert (folder / "metrics.jsonl").read_bytes() == before
@@ -509,7 +509,7 @@ def test_the_page_on_faults(plain_run: Path) -> None:
         parser.parse_args(["train", *arguments])
         assert keys in ([], [("run.dir", "runs/job")])
     rows = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
-    content = read_exit(RunFolder(plain_run))
+    content = read_exit(plain_run)
     assert content is not None
     (shown,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     assert list(json.loads(shown)) == list(content)

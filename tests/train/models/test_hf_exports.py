@@ -14,9 +14,8 @@ import torch
 from shardwright import cli
 from shardwright.train.finetune import adapters
 from shardwright.train.models.build import model_of
-from shardwright.train.run.folder import RunFolder
 from shardwright.train.step import loading
-from tests.train.kit.jobs import config_file, ranks, train_here
+from tests.train.kit.jobs import config_file, ranks, run_config, train_here
 from tests.train.kit.logs import heard
 from tests.train.models.kit.architectures import folder_with, reloaded
 from tests.train.models.kit.foreign import JOB
@@ -64,7 +63,7 @@ def trained(base: Callable[[str], Path]) -> Callable[..., Path]:
 
 def model_of_run(run: Path) -> Any:
     """The model with the values of the run's checkpoint, in evaluation."""
-    config = RunFolder(run).config()
+    config = run_config(run)
     model = model_of(config.model.shape())
     model.read_weights()
     adapters.adapt(model, config.finetune, config.run.seed)

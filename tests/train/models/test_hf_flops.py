@@ -131,6 +131,7 @@ DEEP: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.extensive("a count of all layers of each", but=("llama-*", "gemma3_text-*"))
 @pytest.mark.parametrize(("kind", "method"), [*((kind, "full") for kind in DEEP), ("llama", "lora")])
 def test_layers_of_a_kind_are_counted_once(
     kind: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

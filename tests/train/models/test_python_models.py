@@ -21,9 +21,8 @@ from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
 from shardwright.train.models.foreign.python import _summed
 from shardwright.train.parallel.checks import check_ranks
-from shardwright.train.run.folder import RunFolder
 from shardwright.train.step import loading
-from tests.train.kit.jobs import config_file, losses, ranks, run, train_here
+from tests.train.kit.jobs import config_file, losses, ranks, run, run_config, train_here
 from tests.train.models.kit.architectures import ARCHITECTURES
 from tests.train.models.kit.foreign import JOB
 
@@ -376,7 +375,7 @@ def test_export_writes_the_names_of_the_module(
         needed = "safetensors.torch" if one_file else "shardwright"
         pytest.importorskip(needed, reason="needs safetensors, to read the file")
         exec(f"import {needed}\n{line.strip().partition('load the weights with ')[2]}", {"module": own})
-        config = RunFolder(Path("run")).config()
+        config = run_config(Path("run"))
         torch.manual_seed(config.run.seed)  # of the frozen parameter
         ours = build_model(config.model, 256)
         loading.load_weights(Path("run/checkpoints/step-3"), ours)

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from shardwright.context import Split, shard
-from shardwright.engine.extend import ExtensionError
+from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.native.context import divide_samples

@@ -16,7 +16,6 @@ from shardwright.engine.compat import MissingCompilerError
 from shardwright.engine.model import pools
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import build_model
 from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
@@ -30,7 +29,7 @@ from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import select, together
 from tests.support.pool import multirank, world_mesh
 from tests.train.kit.hybrid import TINY, whole_loss
-from tests.train.kit.jobs import tiny
+from tests.train.kit.jobs import tiny, train_step
 from tests.train.kit.parallel import next_step
 from tests.train.kit.text import batch, random_text
 from tests.train.parallel.kit.tensor_parallel import trainer
@@ -92,7 +91,7 @@ def plain_steps(config: Config, text: Any, count: int) -> list[tuple[float, floa
 def steps(mine: Trainer, count: int) -> list[tuple[float, float]]:
     results = []
     for _ in range(count):
-        found = mine.train_step(StopRequest())
+        found = train_step(mine)
         whole = found.loss + 0.1 * found.auxiliary["balance"] + 0.3 * found.auxiliary["mtp"]
         results.append((whole, found.agreed.norm))
     return results
@@ -189,8 +188,8 @@ def test_compiled_blocks(rank: int, world_size: int) -> None:
         trainer(job(tensor=2, param_dtype="bfloat16", model=model, train={"compile": how}), rank, world_size)
         for how in ("none", "aot_eager")
     )
-    wanted = [plain.train_step(StopRequest()) for _ in range(2)]
-    found = [compiled.train_step(StopRequest()) for _ in range(2)]
+    wanted = [train_step(plain) for _ in range(2)]
+    found = [train_step(compiled) for _ in range(2)]
     for one, other in zip(found, wanted, strict=True):
         assert (one.loss, one.agreed.norm) == pytest.approx((other.loss, other.agreed.norm), rel=1e-3)
     assert compiled.recompiles.graphs == 2

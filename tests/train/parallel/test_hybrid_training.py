@@ -11,7 +11,6 @@ import torch
 import shardwright as sw
 from shardwright.train.commands.layouts import alike, units_of
 from shardwright.train.config import Config
-from shardwright.train.launch.signals import StopRequest
 from shardwright.train.models.build import build_model
 from shardwright.train.models.native.hybrid import HYBRID_PRESETS, Hybrid, MixtureOfExperts
 from shardwright.train.parallel.world import World
@@ -20,6 +19,7 @@ from shardwright.train.step.trainer import Trainer
 from tests.support import multirank, world_mesh
 from tests.train.kit import jobs
 from tests.train.kit.hybrid import tiny, tokens, whole_loss
+from tests.train.kit.jobs import train_step
 from tests.train.kit.parallel import dataset_of
 from tests.train.kit.text import batch as batch_of, random_text
 
@@ -124,7 +124,7 @@ def test_trainer_trains_like_a_plain_model(rank: int, world_size: int, engine: s
             group["lr"] = 1e-2 * min(1.0, (step + 1) / 2)
         optimizer.step()
         optimizer.zero_grad()
-        found = job.train_step(StopRequest())
+        found = train_step(job)
         whole = found.loss + 0.01 * found.auxiliary["balance"] + 0.3 * found.auxiliary["mtp"]
         # Float32 in another order, amplified by steps at a high rate; routing near a tie may fall otherwise.
         assert whole == pytest.approx(loss.item(), rel=2e-5)
@@ -138,7 +138,7 @@ def test_bfloat16_agrees_with_fsdp2(rank: int, world_size: int) -> None:
     for engine in ("shardwright", "fsdp2"):
         config = jobs.tiny(model=HYBRID_JOB, parallel={"engine": engine, "param_dtype": "bfloat16"})
         job = trainer(config, rank, world_size)
-        steps = [job.train_step(StopRequest()) for _ in range(3)]
+        steps = [train_step(job) for _ in range(3)]
         results.append([(step.loss, step.agreed.norm, *step.auxiliary.values()) for step in steps])
     for ours, theirs in zip(*results, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-2)  # bf16 has 8 bits
@@ -151,7 +151,7 @@ def test_other_optimizers_take_it(rank: int, world_size: int, name: str, layout:
         model=HYBRID_JOB, optimizer={"name": name}, parallel={"engine": "shardwright", "layout": layout}
     )
     job = trainer(config, rank, world_size)
-    losses = [job.train_step(StopRequest()).loss for _ in range(6)]
+    losses = [train_step(job).loss for _ in range(6)]
     assert losses[-1] < losses[0]
 
 

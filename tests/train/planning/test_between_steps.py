@@ -21,9 +21,8 @@ from shardwright.engine import RankGroup
 from shardwright.engine.compat import absent_ranks
 from shardwright.planner import SAVE, VALIDATION, Program, as_json, judge, known_devices
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.hooks import TrainerHook
 from shardwright.train.config.plans.cache_key import cache_key
-from shardwright.train.launch.signals import StopRequest
+from shardwright.train.extend import TrainerHook
 from shardwright.train.parallel.world import World
 from shardwright.train.planning.absent_data import AbsentData
 from shardwright.train.planning.programs import program_of, stages_checkpoints
@@ -33,6 +32,7 @@ from shardwright.train.step.numerics.detect import fault_of_state
 from shardwright.train.step.saving import checkpoint
 from shardwright.train.step.trainer import Trainer
 from tests.support.pool import WorkerPools, run_case
+from tests.train.kit.jobs import train_step
 from tests.train.planning.kit import config_of, peak_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -94,7 +94,7 @@ def validation_in(config: Config) -> int:
         world = World.of(config.parallel, 0, 2, torch.device("cpu"))
         trainer = Trainer(config, world, data, hooks=hooks_of(config.run.hooks))
         for _ in range(2):
-            trainer.train_step(StopRequest())
+            train_step(trainer)
         gc.collect()
         peak = peak_of(lambda: (fault_of_state(trainer.state), validate(trainer)))
         trainer.close()
@@ -107,7 +107,7 @@ def save_in(rank: int, world_size: int, config: Config, folder: Path) -> None:
     data: Any = AbsentData.of(config, world_size)
     trainer = Trainer(config, world, data)
     for _ in range(2):
-        trainer.train_step(StopRequest())
+        train_step(trainer)
     gc.collect()
     figures: dict[str, int] = {}
     action: Callable[[], object]

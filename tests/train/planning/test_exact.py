@@ -25,13 +25,13 @@ from shardwright.planner.tracing import ProgramRecorder
 from shardwright.planner.tracing.streams import RecordedStreams
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.launch.signals import StopRequest
 from shardwright.train.parallel.world import World
 from shardwright.train.planning.absent_data import AbsentData
 from shardwright.train.planning.programs import program_of
 from shardwright.train.step.trainer import Trainer
 from tests.support.matrix import generate
 from tests.support.pool import WorkerPools, run_case
+from tests.train.kit.jobs import train_step
 from tests.train.planning.kit import config_of, tensors_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -154,7 +154,7 @@ def measure(rank: int, world_size: int, config: Config, folder: Path) -> None:
         handle = register_optimizer_step_pre_hook(note_gradients)
         try:
             for _ in range(2):
-                trainer.train_step(StopRequest())
+                train_step(trainer)
         finally:
             handle.remove()
         note("parameters", [*trainer.model.parameters(), *trainer.model.buffers()])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardwright import cli
-from shardwright.planner import STEP, Alloc, Free, Kernel, Owner, Phase, Program, known_devices
+from shardwright.planner import STEP, Alloc, Free, Kernel, Owner, Phase, Program, Rules, known_devices
 from shardwright.planner.allocator import GIB
 from shardwright.train.commands.plans import fit as fitting, grids, plan as planning
 from shardwright.train.commands.plans.planned_job import PlannedJob
@@ -447,11 +447,12 @@ def test_context_parallelism_or_offload_of_activations_if_nothing_fits_without(
 
 def test_settings_that_do_not_divide_the_model_have_no_grid() -> None:
     """8 groups of heads; experts, which no plan compiles if they are divided; keys of the file do not stay."""
-    job = PlannedJob(str(EXAMPLES / "llama_8b.toml"), (("parallel.offload", "cpu"),), 16)
+    h100, rules = known_devices()["h100"], Rules()
+    job = PlannedJob(str(EXAMPLES / "llama_8b.toml"), (("parallel.offload", "cpu"),), 16, h100, rules)
     assert grids.grids_of(job, job(), 16, False, (("parallel.tensor", "8"),))
     assert not grids.grids_of(job, job(), 16, False, (("parallel.tensor", "16"),))
     assert not grids.grids_of(job, job(), 16, False, (("parallel.expert", "2"),))
-    job = PlannedJob(str(EXAMPLES / "hybrid_debug.toml"), (), 2)
+    job = PlannedJob(str(EXAMPLES / "hybrid_debug.toml"), (), 2, h100, rules)
     (axes,) = grids.grids_of(job, job(), 8, False, (("parallel.expert", "2"),))
     assert axes[0].values == ((("train.compile", "none"),),) and axes[-1].values == (
         (("parallel.expert", "2"),),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.cli.program import main
+from shardwright.cli import main
 from shardwright.train.config import Config
 from shardwright.train.config.plans.job_of_model import assumed_job
 from shardwright.train.models.hf.layers import described, shape_with_layers
@@ -50,6 +50,7 @@ MORE_STEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.extensive("a real step of each", but=("gpt2", "gemma2"))
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_plan_has_the_peak_of_the_step(kind: str, tmp_path: Path) -> None:
     compare(config_of(folder_of(kind, tmp_path), f"{ON_CPU} {STEPS[kind]}"), kind, 0.005)
@@ -111,6 +112,7 @@ def test_a_long_sample_is_one_document_and_needs_no_mask(tmp_path: Path) -> None
     assert "_scaled_dot_product_efficient_attention" not in made
 
 
+@pytest.mark.extensive("two plans of each", but=("llama",))
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_a_job_with_documents_that_stay_apart(kind: str, tmp_path: Path) -> None:
     """The model looks how its class does it, with a small model on real tensors."""

@@ -16,7 +16,14 @@ from shardwright.planner.program import Wait
 from shardwright.train.planning.programs import program_of
 from tests.train.planning.kit import compare, config_of
 
+#: Settings together, each of which is one of `MORE` alone.
 LLAMA: dict[str, str] = {
+    "bf16, full": "parallel.param_dtype=bfloat16 parallel.reduce_dtype=float32 activations.checkpoint=full",
+    "ragged, zero1": "parallel.layout=ragged parallel.strategy=zero1",
+    "arena, micro-batches": "parallel.memory=arena train.micro_batch=2",
+    "lora, loss in chunks": "finetune.method=lora train.loss_chunks=4",
+}
+MORE: dict[str, str] = {
     "plain": "",
     "bf16": "parallel.param_dtype=bfloat16 parallel.reduce_dtype=float32",
     "ragged": "parallel.layout=ragged",
@@ -26,8 +33,6 @@ LLAMA: dict[str, str] = {
     "micro-batches": "train.micro_batch=2",
     "lora": "finetune.method=lora",
     "loss in chunks": "train.loss_chunks=4",
-}
-MORE: dict[str, str] = {
     "ops": "activations.checkpoint=ops",
     "layers": "activations.checkpoint=layers",
     "zero2": "parallel.strategy=zero2",
@@ -101,6 +106,7 @@ def test_a_plan_has_the_peak_of_the_step_with_each_setting(words: str) -> None:
     compare(config_of(words), words, 0.001)
 
 
+@pytest.mark.extensive("a real step of each", but=("spread",))
 @pytest.mark.parametrize("words", HYBRID.values(), ids=HYBRID)
 def test_a_plan_of_a_hybrid_has_the_peak_of_the_step(words: str) -> None:
     compare(config_of(words, "hybrid_debug"), words, 0.005)
@@ -112,7 +118,7 @@ def test_a_plan_of_a_hybrid_has_the_peak_of_the_step_with_each_setting(words: st
     compare(config_of(words, "hybrid_debug"), words, 0.005)
 
 
-@pytest.mark.extensive("each compiles its blocks", but=("bf16",))
+@pytest.mark.extensive("kernels of the CPU are compiled", but=("aot_eager",))
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_plan_of_compiled_blocks_has_the_peak_of_the_step(name: str) -> None:
     example, words = COMPILED[name]
@@ -153,7 +159,7 @@ def test_a_plan_for_a_gpu_has_products_in_float8(words: str) -> None:
 
 
 def test_a_plan_for_a_gpu_has_streams_and_its_attention() -> None:
-    program = program_of(config_of(LLAMA["bf16"]), 2)
+    program = program_of(config_of(MORE["bf16"]), 2)
     assert any("_scaled_dot_product_flash_attention" in owner.what for owner in program.owners)
     assert {"compute", "gather", "reduce"} <= {getattr(each, "stream", "") for each in program.events}
     peak = program.peak(next(i for i, name in program.phase_starts() if name == "forward"))

@@ -16,23 +16,19 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.cli.program import main
+from shardwright.cli import main
 from shardwright.planner.verdict import CONTEXT, NCCL
 from tests.train.report.page.kit import read_page, totals
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardwright", "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
 def test_a_verdict_in_lines_and_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(EXAMPLES / "llama_debug.toml")
-    done = plan(config, "--on", "2xh100")
-    assert (done.returncode, done.stderr) == (0, "")
-    model, job, batch, *lines = done.stdout.splitlines()
+    status = main(["plan", config, "--on", "2xh100"])
+    out, err = capsys.readouterr()
+    assert (status, err) == (0, "")
+    model, job, batch, *lines = out.splitlines()
     assert "parameters)" in model
     assert job.startswith("2 x NVIDIA H100 80GB HBM3, zero3, float32, adamw, ")
     assert batch == "global batch 8 in 1 micro-batch of 4 x 256 tokens on each rank"

@@ -21,8 +21,8 @@ import pytest
 import torch.distributed as dist
 
 from shardwright import cli
+from shardwright.checkpoint import Damaged
 from shardwright.cli import program
-from shardwright.common.errors import Damaged
 from shardwright.train.errors import UserError
 from shardwright.train.launch.job_end import Complaint
 from shardwright.train.launch.judgement import EndOfRanks, Evidence, announce, judge

@@ -11,8 +11,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from shardwright.train.config.catalog.records import RunEnd, StepRecord, scalars
+from shardwright.train.config.catalog.records import scalars
 from shardwright.train.errors import UserError
+from shardwright.train.extend import RunEnd, StepRecord
 from shardwright.train.report import plots
 from shardwright.train.report.jsonl import JsonLines, drop_after, read_records
 from tests.support.strict_json import WRONG, strict
@@ -68,6 +69,7 @@ def test_a_figure_that_is_not_finite_is_null_in_the_file_and_itself_when_read(
     assert strict((tmp_path / "dropped").read_text().splitlines()[-1]) == lines[1]
 
 
+@pytest.mark.extensive("a picture of each", but=("loss-*", "validation_loss-*", "*-nan"))
 @pytest.mark.parametrize("value", WRONG, ids=str)
 @pytest.mark.parametrize("name", FIGURES)
 def test_results_and_the_picture_take_it(name: str, value: float, tmp_path: Path) -> None:

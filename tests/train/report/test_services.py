@@ -18,9 +18,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.train.config.catalog.sinks import sinks
 from shardwright.train.errors import UserError
-from shardwright.train.extend import RunEnd, RunSite, StepRecord
+from shardwright.train.extend import RunEnd, RunSite, StepRecord, sinks
 from shardwright.train.report import sink_thread
 from shardwright.train.report.sinks.service import KnownRun, ServiceSink, project_of, settings_of
 from tests.train.kit.jobs import TINY, config_file, finish, records, run, start, tiny

@@ -36,7 +36,6 @@ from concurrent.futures import ThreadPoolExecutor
 from shardwright.train.report import sink_thread
 from shardwright.train.extend import NamedSink
 
-sink_thread.CLOSE_SECONDS = 0.5
 never = threading.Event()
 
 
@@ -44,6 +43,7 @@ class Hanging:
     "Python joins its worker thread, which never ends, when the process ends."
 
     def __init__(self, site):
+        sink_thread.CLOSE_SECONDS = 0.5
         self.pool = ThreadPoolExecutor(1)
 
     def step(self, record):
@@ -93,10 +93,9 @@ NEEDY = NamedSink("needy", "", Ended, needs="package_not_there", install="not-th
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, with mine.py. Its imports and settings are forgotten afterwards."""
+    """The current folder, with mine.py. Its imports are forgotten afterwards."""
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sink_thread, "CLOSE_SECONDS", sink_thread.CLOSE_SECONDS)
     path = list(sys.path)
     yield tmp_path
     sys.modules.pop("mine", None)

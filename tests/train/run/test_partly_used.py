@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.train.run.position import saved_steps
-from tests.train.kit.jobs import TINY, config_file, losses, ranks
+from tests.train.kit.jobs import TINY, config_file, losses, ranks, steps_in
 
 TARGET = "tests.train.models.kit.partly_used:Module"
 ENGINES = {
@@ -49,7 +48,7 @@ def test_layers_that_no_step_has_used_yet(tmp_path: Path, engine: str) -> None:
         return [status for status, _ in ranks(count, *start, *arguments)]  # FSDP2 warns of views
 
     assert run("--run.dir", whole, "--checkpoint.keep", "9") == well
-    assert saved_steps(whole / "checkpoints") == [8, 6, 3]
+    assert steps_in(whole / "checkpoints") == [8, 6, 3]
     expected = states(whole, 8)
     assert "optimizer.state.model.sometimes.weight.exp_avg" in expected
     assert not any(name.startswith("optimizer.state.model.unused") for name in expected)

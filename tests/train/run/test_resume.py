@@ -16,8 +16,6 @@ import pytest
 from shardwright import cli
 from shardwright.train.config.shapes.presets import PRESETS, RopeScaling
 from shardwright.train.launch.resume import changes_in_words
-from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import saved_steps
 from tests.train.kit.damage import what_is_missing
 from tests.train.kit.jobs import (
     config_file,
@@ -25,7 +23,10 @@ from tests.train.kit.jobs import (
     losses,
     ranks,
     records,
+    run_config,
+    run_record,
     start,
+    steps_in,
     tiny,
     train_here,
     wait_for_steps,
@@ -37,7 +38,7 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: Path, p
     assert train_here(config, "--run.dir", folder, "--train.steps", "5") == 0
     assert train_here(config, "--resume", folder) == 0
     assert losses(folder) == losses(plain_run)
-    sessions = RunFolder(folder).record()["sessions"]
+    sessions = run_record(folder)["sessions"]
     assert [(s["from_step"], s["to_step"], s["status"]) for s in sessions] == [
         (0, 5, "finished"),
         (5, 8, "finished"),
@@ -73,9 +74,9 @@ def test_signal_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     job.send_signal(signal.SIGTERM)
     status, out, err = finish(job, timeout=30)
     assert (status, err) == (143, "") and f"train --resume {folder} --nproc 2" in out
-    done = saved_steps(folder / "checkpoints")[0]
+    done = steps_in(folder / "checkpoints")[0]
     assert len(records(folder)) == done
-    assert RunFolder(folder).record()["status"] == "interrupted"
+    assert run_record(folder)["status"] == "interrupted"
     # The command works as it was printed, without the configuration's file.
     command = out.partition("to continue:\n")[2].splitlines()[0]
     variables = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
@@ -127,7 +128,7 @@ def test_broken_checkpoints_do_not_count_among_those_kept(tmp_path: Path) -> Non
     for step in (8, 10):
         (checkpoints / f"step-{step}" / "__0_0.distcp").unlink()
     assert train_here(config, "--resume", folder, "--train.steps", "7", *every) == 0
-    assert saved_steps(checkpoints) == [7, 6]
+    assert steps_in(checkpoints) == [7, 6]
     assert all(what_is_missing(checkpoints / f"step-{step}") is None for step in (7, 6))
 
 
@@ -152,11 +153,11 @@ def test_changed_preset_does_not_change_an_old_run(
 ) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     assert train_here(config, "--run.dir", folder, "--train.steps", "2") == 0
-    before = RunFolder(folder).config().model.shape()
+    before = run_config(folder).model.shape()
     monkeypatch.setitem(
         PRESETS, "debug", replace(PRESETS["debug"], rope_theta=1.0, rope_scaling=RopeScaling())
     )
-    assert RunFolder(folder).config().model.shape() == before
+    assert run_config(folder).model.shape() == before
     assert train_here(config, "--resume", folder) == 2
     assert "expected model.rope_theta = 10000.0 as in" in capsys.readouterr().err
 
@@ -167,7 +168,7 @@ def test_interrupted_save_is_no_checkpoint(tmp_path: Path) -> None:
     leftover = folder / "checkpoints" / ".step-3.partial"
     leftover.mkdir()
     (leftover / "__0_0.distcp").write_bytes(b"half")
-    assert saved_steps(folder / "checkpoints") == [2]
+    assert steps_in(folder / "checkpoints") == [2]
     assert train_here(config, "--resume", folder, "--train.steps", "4") == 0
     assert not leftover.exists()
 

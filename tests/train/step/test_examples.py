@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.engine.extend import Registry, layouts, memories, strategies
+from shardwright.extend import Registry, layouts, memories, strategies
 from shardwright.train.extend import hooks, kinds, optimizers, sinks
+from tests.support.registries import forgotten_afterwards
 from tests.train.kit.hooks import EXAMPLES, JOB
 from tests.train.kit.jobs import config_file, ranks, records, train_here
 
@@ -28,11 +29,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, code in EXAMPLES.items():
         (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
-    known, path = [dict(registry._values) for registry in REGISTRIES], list(sys.path)
-    yield tmp_path
-    for registry, values in zip(REGISTRIES, known, strict=True):
-        registry._values.clear()
-        registry._values.update(values)
+    path = list(sys.path)
+    with forgotten_afterwards(REGISTRIES):
+        yield tmp_path
     for name in EXAMPLES:
         sys.modules.pop(name.removesuffix(".py"), None)
     sys.path[:] = path

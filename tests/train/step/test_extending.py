@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.engine.extend import (
+from shardwright.extend import (
     NamedLayout,
     NamedMemory,
     NamedStrategy,
@@ -27,6 +27,7 @@ from shardwright.train.extend import NamedOptimizer, hooks, kinds, losses as los
 from shardwright.train.models.build import build_model
 from shardwright.train.parallel.checks import check_ranks
 from shardwright.train.run.same_job import differences
+from tests.support.registries import forgotten_afterwards
 from tests.train.kit.jobs import TINY, config_file, losses, ranks, train_here
 
 PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
@@ -58,16 +59,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     imports = [
         "from my_models import *",
         "from shardwright.train.extend import *",
-        "kinds._values.pop('means')",
+        "from tests.support.registries import forget",
+        "forget(kinds, 'means')",
     ]
     (tmp_path / "two_kinds.py").write_text("\n".join([*imports, *two]))
     monkeypatch.chdir(tmp_path)
-    known = [dict(registry._values) for registry in REGISTRIES]
     path = list(sys.path)
-    yield tmp_path
-    for registry, values in zip(REGISTRIES, known, strict=True):
-        registry._values.clear()
-        registry._values.update(values)
+    with forgotten_afterwards(REGISTRIES):
+        yield tmp_path
     for name in (*EXAMPLES, "two_kinds.py", "headless.py"):
         sys.modules.pop(name.removesuffix(".py"), None)
     sys.path[:] = path
@@ -243,8 +242,7 @@ def test_entry_points_of_installed_packages(tmp_path: Path, monkeypatch: pytest.
         "[shardwright.strategies]\ntheirs = theirs:GOOD\nwrong = theirs:MISNAMED\nlost = theirs:LOST\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    known = dict(strategies._values)
-    try:
+    with forgotten_afterwards([strategies]):
         assert {"theirs", "wrong", "lost"} <= set(strategies.names()) and "theirs" not in sys.modules
         assert strategies.get("theirs").stages == (2,)
         with pytest.raises(ValueError, match="strategy 'wrong': the name of theirs:MISNAMED is 'other'"):
@@ -253,7 +251,4 @@ def test_entry_points_of_installed_packages(tmp_path: Path, monkeypatch: pytest.
             ValueError, match="strategy 'lost' cannot be imported from theirs:LOST: AttributeError"
         ):
             strategies.get("lost")
-    finally:
-        strategies._values.clear()
-        strategies._values.update(known)
-        sys.modules.pop("theirs", None)
+    sys.modules.pop("theirs", None)

@@ -17,12 +17,10 @@ import pytest
 
 from shardwright import cli
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.hooks import Job, StepInProgress
-from shardwright.train.config.schema import toml_value
-from shardwright.train.run.position import saved_steps
+from shardwright.train.extend import Job, StepInProgress
 from tests.train.kit.damage import DAMAGES
 from tests.train.kit.hooks import EXAMPLES, JOB, PAGE, documents
-from tests.train.kit.jobs import config_file, ranks, train_here
+from tests.train.kit.jobs import config_file, ranks, steps_in, train_here
 
 OWN = '''
 import torch
@@ -231,7 +229,7 @@ def train(
     folder: Path, count: int, *options: str, hooks: list[str], run: str = "run"
 ) -> list[tuple[int | None, str]]:
     job = config_file(folder, JOB)
-    arguments = [str(job), "--run.dir", run, "--run.hooks", toml_value(hooks), *options]
+    arguments = [str(job), "--run.dir", run, "--run.hooks", json.dumps(hooks), *options]
     if count == 1:
         return [(train_here(job, *arguments[1:]), "")]
     return ranks(count, "train", *arguments, folders=[folder] * count)
@@ -274,7 +272,7 @@ def test_states_of_hooks_go_on_in_another_sharding(folder: Path, layout: str) ->
     (folder / "averages").unlink()
     background = ["--train.steps", "4", "--checkpoint.asynchronous", "true"]
     assert [status for status, _ in train(folder, 2, *background, hooks=hook, run="parts")] == [0, 0]
-    hooks = toml_value([*hook, "own:Log"])
+    hooks = json.dumps([*hook, "own:Log"])
     assert cli.main(["train", "--resume", "parts", "--train.steps", "8", "--run.hooks", hooks]) == 0
     parts = (folder / "averages").read_text().split("\n")
     for one, other in zip(whole[:-1], parts[:-1], strict=True):
@@ -521,7 +519,7 @@ def test_a_damaged_best_checkpoint_is_none(
                "--checkpoint.asynchronous", str(background).lower()]  # fmt: skip
     assert train(folder, 1, *options, hooks=["own:Distance"])[0][0] == 0
     checkpoints = folder / "run" / "checkpoints"
-    assert saved_steps(checkpoints) == [8, 6, 4]
+    assert steps_in(checkpoints) == [8, 6, 4]
     (file,) = (checkpoints / "step-4").glob("__0_0*")
     {**DAMAGES, "without index": _without_index}[damage](file, file)
     capsys.readouterr()
@@ -530,7 +528,7 @@ def test_a_damaged_best_checkpoint_is_none(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
     assert "step-4, the best (validation_distance 0.0000), is damaged (" in line
     assert line.endswith("; the best is now step-6 (2.0000)")
-    assert saved_steps(checkpoints) == [12, 10, 6]
+    assert steps_in(checkpoints) == [12, 10, 6]
     assert "step-6 (validation_distance 2.0000)" in (folder / "run" / "summary.txt").read_text()
 
 

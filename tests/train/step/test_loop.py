@@ -13,9 +13,8 @@ from shardwright.train.config import OptimizerConfig, load_config
 from shardwright.train.models.build import build_model
 from shardwright.train.report.device_peaks import peak_flops
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import saved_steps
 from shardwright.train.step.loading import load_weights
-from tests.train.kit.jobs import config_file, losses, records, train_here
+from tests.train.kit.jobs import config_file, losses, records, run_config, run_record, steps_in, train_here
 from tests.train.kit.text import batch, ends_of_pydoc, pydoc, text_of
 
 
@@ -33,7 +32,7 @@ def test_run_folder_holds_everything(plain_run: Path) -> None:
     waited = sum(step["data_seconds"] for step in timed) / sum(step["seconds"] for step in timed)
     assert record["results"]["data_share"] == pytest.approx(waited)
     assert f"{waited:.1%} of the steps' time" in folder.summary_file.read_text()
-    assert saved_steps(folder.checkpoints) == [8, 6]  # 3 was deleted: two are kept
+    assert steps_in(folder.checkpoints) == [8, 6]  # 3 was deleted: two are kept
     assert record["status"] == "finished" and record["corpus"]["sha256"] == text_of(pydoc()).sha256
     assert record["sessions"][0]["engine"] == "none" and record["sessions"][0]["end"]
     assert record["parameters"] == build_model(config.model, 256).num_params()
@@ -109,14 +108,14 @@ def test_non_finite_loss_stops_the_run_and_keeps_what_was_saved(
     arguments = ("--run.dir", tmp_path / "infinite", "--optimizer.lr", "1e38", "--checkpoint.every", "1")
     assert train_here(config, *arguments) == 1
     assert capsys.readouterr().err.startswith("error: step 1: expected finite weights")
-    assert not saved_steps(tmp_path / "infinite" / "checkpoints")
+    assert not steps_in(tmp_path / "infinite" / "checkpoints")
     arguments = ("--run.dir", tmp_path / "run", "--optimizer.lr", "1e22", "--checkpoint.every", "1")
     assert train_here(config, *arguments) == 1
     error = capsys.readouterr().err
-    done = saved_steps(tmp_path / "run" / "checkpoints")[0]
+    done = steps_in(tmp_path / "run" / "checkpoints")[0]
     assert error.startswith(f"error: step {done + 1}: expected a finite loss")
     assert len(records(tmp_path / "run")) == done
-    assert RunFolder(tmp_path / "run").record()["status"] == "failed"
+    assert run_record(tmp_path / "run")["status"] == "failed"
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
@@ -153,7 +152,7 @@ def test_the_page_has_the_formula_of_the_rate(plain_run: Path) -> None:
             for n in range(1, steps + 1):
                 expected = pytest.approx(settings.rate(n - 1, steps))
                 assert names["rate"](n, steps, warmup, 2.0, 0.1, schedule) == expected
-    own = RunFolder(plain_run).config().optimizer
+    own = run_config(plain_run).optimizer
     for record in records(plain_run):
         values = (own.warmup_steps, own.lr, own.min_lr_ratio, own.schedule)
         assert names["rate"](record["step"], 8, *values) == pytest.approx(record["lr"])

@@ -262,7 +262,7 @@ class AsyncCheckpoint:
             raise
 
     def poll(self) -> Outcome | None:
-        """The result of the last save; None while it is under way, and before the first one. Not collective.
+        """Return the result of the last save; None while it is under way, and before the first one. Not collective.
 
         On the first rank it is over when the checkpoint is committed. Another rank knows only its own part; the errors
         of others are raised by :meth:`wait` and the next :meth:`save`.
@@ -366,7 +366,7 @@ class AsyncCheckpoint:
 
 
 def _is_committed(save: _Save) -> bool:
-    """Whether a save is at its place, although its writer did not live to say so."""
+    """Return whether a save is at its place, although its writer did not live to say so."""
     try:
         return checkpoint_at(save.store).attempt == save.attempt
     except (OSError, Damaged):

@@ -10,9 +10,16 @@ from __future__ import annotations
 import contextlib
 import time
 
-from shardwright.checkpoint.asynchronous import notes
-from shardwright.checkpoint.asynchronous.messages import Command, Report
-from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
+from shardwright.checkpoint.asynchronous.messages import (
+    Command,
+    JsonLines,
+    Report,
+    leave_failure,
+    leave_note,
+    read_note,
+    remove_notes,
+    send,
+)
 from shardwright.checkpoint.asynchronous.staging import SaveJob, SharedMemory, staged_job
 from shardwright.checkpoint.save.collective_save import describe, write_own_file
 from shardwright.checkpoint.save.writing import WrittenFile
@@ -29,12 +36,12 @@ _LONGEST_PAUSE, _LONGEST_PAUSE_BEHIND_URLS = 0.25, 2.0
 
 
 class BackgroundWriter:
-    """Runs the jobs of one trainer.
+    """The saves of one trainer, in its writer process.
 
     Args:
-        commands: the trainer's.
-        results: for reports to the trainer.
-        memory: where jobs are.
+        commands: what the trainer sends.
+        results: the descriptor of the pipe for reports to the trainer.
+        memory: the descriptor of the shared memory that has the jobs.
     """
 
     def __init__(self, commands: JsonLines[Command], results: int, memory: int) -> None:
@@ -44,7 +51,7 @@ class BackgroundWriter:
         self._is_leaving = False
 
     def run(self) -> None:
-        """Until the trainer leaves."""
+        """Do the trainer's saves one after another, and return when it leaves or ends."""
         while not self._is_leaving:
             command = self._commands.next()  # without a limit: the pipe ends with the trainer
             if command is None or command["do"] == "leave":
@@ -59,7 +66,7 @@ class BackgroundWriter:
             save = job.unfinished
             with unless_removed(save):
                 written = write_own_file(save, job.rank, job.boxes, job.verified)
-                notes.leave(save, job.rank, attempt, written)
+                leave_note(save, job.rank, attempt, written)
             seconds = time.monotonic() - start
             self._report({"attempt": attempt, "is": "written", "nbytes": written.nbytes, "seconds": seconds})
             if job.is_first:
@@ -71,7 +78,7 @@ class BackgroundWriter:
         except Exception as error:
             kind, text = described(error)
             with contextlib.suppress(OSError):  # the disk may be full; then the trainer says it
-                notes.leave_failure(job.unfinished, job.rank, attempt, kind, text)
+                leave_failure(job.unfinished, job.rank, attempt, kind, text)
             self._report({"attempt": attempt, "is": "failed", "kind": kind, "text": text})
 
     def _report(self, report: Report) -> None:
@@ -80,12 +87,12 @@ class BackgroundWriter:
 
     def _commit(self, job: SaveJob) -> None:
         writes = self._all_written(job)
-        notes.remove(job.unfinished, job.contents.ranks)
+        remove_notes(job.unfinished, job.contents.ranks)
         describe(job.unfinished, job.contents, writes, verified=job.verified)
         job.unfinished.commit(job.overwrite)
 
     def _all_written(self, job: SaveJob) -> list[WrittenFile]:
-        """The notes of all ranks, in the order of the ranks. Waits until each rank has written one.
+        """Wait until each rank has left a note, and return what they have written, in the order of the ranks.
 
         While the trainer lives there is no limit: it finds that another rank is gone, and sends "abandon".
 
@@ -103,7 +110,7 @@ class BackgroundWriter:
             sizes = save.sizes()
             failures = []
             for rank in [rank for rank, name in names.items() if rank not in writes and name in sizes]:
-                note = notes.read(save, rank, attempt)
+                note = read_note(save, rank, attempt)
                 if isinstance(note, WrittenFile):
                     writes[rank] = note
                 else:

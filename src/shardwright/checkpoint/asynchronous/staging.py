@@ -6,19 +6,17 @@ communicates.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
+import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwright.checkpoint.format.boxes import Box
-from shardwright.checkpoint.format.index import decoded_form, decoded_value, encoded_form, encoded_value
 from shardwright.checkpoint.save.writing import BoxToWrite, Contents
 from shardwright.checkpoint.storage.locations import store_of
 from shardwright.checkpoint.storage.stores import Store, UnfinishedSave
@@ -42,7 +40,7 @@ class SharedMemory:
         self._locked = False
 
     def reserve(self, nbytes: int) -> None:
-        """Let the memory have at least so many bytes.
+        """Enlarge the memory to at least ``nbytes``.
 
         Raises:
             OSError: the system has not enough memory.
@@ -62,7 +60,7 @@ class SharedMemory:
         self.nbytes = nbytes
 
     def bytes(self, lock: bool = False) -> Tensor:
-        """All of it, as a tensor of uint8. Page-locked if ``lock`` and the system allows it."""
+        """Return all of it, as a tensor of uint8. Page-locked if ``lock`` and the system allows it."""
         if self._bytes is None:
             self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, self.nbytes), dtype=torch.uint8)
         if lock and not self._locked:
@@ -118,7 +116,7 @@ def stage(job: SaveJob, memory: SharedMemory) -> tuple[int, int]:
         starts.append(end)
         end += each.box.local.nbytes
         end += -end % _ALIGNMENT
-    text = _text(job, starts)
+    text = _description(job, starts)
     memory.reserve(end + len(text))
     target = memory.bytes(lock=any(each.box.local.device.type == "cuda" for each in job.boxes))
     target[end : end + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
@@ -141,54 +139,25 @@ def _copy(copy: tuple[Tensor, Tensor]) -> None:
 
 
 def staged_job(memory: SharedMemory, start: int, length: int) -> SaveJob:
-    """The job that :func:`stage` has described. Its boxes are views of the memory."""
+    """Return the job that :func:`stage` has described. Its boxes are views of the memory."""
     source = memory.bytes()
-    content = json.loads(os.pread(memory.descriptor, length, start))
-    contents = _contents(content["contents"])
-    boxes = [
-        BoxToWrite(name, Box(tuple(offsets), _view(source, at, contents.tensors[name].dtype, sizes)))
-        for name, offsets, sizes, at in content["boxes"]
+    # The trainer has written it into memory that nobody else can open.
+    place, rank, overwrite, boxes, contents, verified = pickle.loads(
+        os.pread(memory.descriptor, length, start)
+    )
+    tensors = contents.tensors
+    views = [
+        BoxToWrite(name, Box(offsets, _view(source, at, tensors[name].dtype, sizes)))
+        for name, offsets, sizes, at in boxes
     ]
-    return SaveJob(
-        store_of(content["store"]),
-        content["rank"],
-        content["overwrite"],
-        boxes,
-        contents,
-        content["verified"],
-    )
+    return SaveJob(store_of(place), rank, overwrite, views, contents, verified)
 
 
-def _text(job: SaveJob, starts: Iterable[int]) -> bytes:
-    contents = job.contents
-    content = {
-        "store": str(job.store.path.absolute() if job.store.path else job.store),
-        "rank": job.rank,
-        "overwrite": job.overwrite,
-        "verified": job.verified,
-        "boxes": [
-            [name, box.offsets, box.sizes, start]
-            for (name, box), start in zip(job.boxes, starts, strict=True)
-        ],
-        "contents": {
-            "attempt": contents.attempt,
-            "ranks": contents.ranks,
-            "tensors": {name: encoded_form(each) for name, each in contents.tensors.items()},
-            "values": {name: encoded_value(each, name) for name, each in contents.values.items()},
-            "about": contents.about,
-        },
-    }
-    return json.dumps(content, separators=(",", ":")).encode()
-
-
-def _contents(content: dict[str, Any]) -> Contents:
-    return Contents(
-        content["attempt"],
-        content["ranks"],
-        {name: decoded_form(entry, name) for name, entry in content["tensors"].items()},
-        {name: decoded_value(entry) for name, entry in content["values"].items()},
-        content["about"],
-    )
+def _description(job: SaveJob, starts: Iterable[int]) -> bytes:
+    """Return a job without the values of its boxes, which begin at these bytes of the memory."""
+    place = str(job.store.path.absolute() if job.store.path else job.store)
+    boxes = [(name, box.offsets, box.sizes, at) for (name, box), at in zip(job.boxes, starts, strict=True)]
+    return pickle.dumps((place, job.rank, job.overwrite, boxes, job.contents, job.verified))
 
 
 def _view(memory: Tensor, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:

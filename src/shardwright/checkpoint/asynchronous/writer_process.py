@@ -14,8 +14,7 @@ import threading
 import weakref
 from pathlib import Path
 
-from shardwright.checkpoint.asynchronous.messages import Command, Report
-from shardwright.checkpoint.asynchronous.pipes import JsonLines, send
+from shardwright.checkpoint.asynchronous.messages import Command, JsonLines, Report, send
 
 PROGRAM = Path(__file__).absolute().with_name("writer_program.py")
 _LOOKS = 0.5  #: seconds between looks whether the process lives, where the pipe does not say it
@@ -87,7 +86,7 @@ class WriterProcess:
         return message
 
     def death(self) -> str | None:
-        """The reason for which the process has died, in words; None while it lives."""
+        """Return the reason for which the process has died, in words; None while it lives."""
         if self._results.ended:  # which it is a moment before the process has ended
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END)

@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> None:
     live_with(trainer, pidfd, bool(is_main_thread))
 
     from shardwright.checkpoint.asynchronous.background import BackgroundWriter
-    from shardwright.checkpoint.asynchronous.pipes import JsonLines
+    from shardwright.checkpoint.asynchronous.messages import JsonLines
 
     BackgroundWriter(JsonLines(commands), results, memory).run()
 

@@ -21,9 +21,8 @@ from shardwright.checkpoint.format.nested import StateTensor
 from shardwright.checkpoint.format.values import encoded
 from shardwright.checkpoint.load.checkpoints import check_whole
 from shardwright.checkpoint.pretrained.files import abbreviated
-from shardwright.checkpoint.pretrained.key_maps import KeyMap, source_of
+from shardwright.checkpoint.pretrained.key_maps import KeyMap, Rule, key_map_of, source_of
 from shardwright.checkpoint.pretrained.model import ModelTensor
-from shardwright.checkpoint.pretrained.renaming import Rule, key_map_of
 from shardwright.checkpoint.pretrained.save_pretrained import write_stored_file, write_stored_model
 from shardwright.checkpoint.pretrained.stored_model import bytes_of, stored_model
 from shardwright.checkpoint.save.collective_save import describe
@@ -75,7 +74,7 @@ class _Chosen:
         return sum(each.nbytes for each in self.tensors.values())
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor, in the order of :attr:`tensors`."""
+        """Yield each tensor, in the order of :attr:`tensors`."""
         for name, each in self.tensors.items():
             yield name, each.read(each.dtype)
 
@@ -95,8 +94,9 @@ def convert_checkpoint(
 ) -> Converted:
     """Write what a checkpoint holds in another form.
 
-    In memory are at most the largest tensor and 32 MiB, or twice the largest tensor if it is stored transposed or
-    together with others. From folders of torch's distributed checkpoint its largest part comes on top.
+    One tensor after another is read and written, so it takes memory for the largest tensor and 32 MiB; twice the
+    largest tensor if that is stored transposed or together with others. For a folder of torch's distributed checkpoint
+    it takes memory for the largest part of a tensor, too.
 
     Args:
         source: a checkpoint of ours, in a folder or behind a URL that fsspec knows; a folder of torch's distributed
@@ -104,10 +104,12 @@ def convert_checkpoint(
             called.
         destination: the new folder; a new file for ``to="torch"``, or if it ends in ``.safetensors``; a URL for ours.
         to: one of :data:`FORMS`.
-        key: write only what is under this key. Default: all; for safetensors ``"model"``, or all if there are no keys.
+        key: write only what is under this key. Default: everything; for safetensors what is under ``"model"``, or
+            everything if the source has tensors alone.
         dtype: floating-point tensors are converted to it; only for safetensors.
-        key_map: names in the destination, as for ``save_pretrained``. Not for a whole nested state.
-        rules: make a key map, in place of ``key_map``.
+        key_map: from names in the source to names in the destination, as for ``save_pretrained``. Not for a whole
+            nested state.
+        rules: rules from which a key map is made, in place of ``key_map``.
         config: for ``config.json``; only for safetensors.
         max_shard_size: as for ``save_pretrained``.
 
@@ -118,7 +120,7 @@ def convert_checkpoint(
         ValueError: something cannot be stored in this form, or an argument does not fit the source.
         OSError: the destination cannot be written.
 
-    Nothing is left in any of these cases.
+    After an error nothing is left of the destination.
     """
     place, target = store_of(source), store_of(destination)
     path = target.path
@@ -205,7 +207,7 @@ def _without(source: InputCheckpoint, to: str) -> list[str]:
 
 
 def _below(key: str, name: str, path: Any, keep_key: bool) -> Any:
-    """The keys of an entry below ``key``, or with it; None of entries elsewhere."""
+    """Return the keys of an entry below ``key``, or with it; None of entries elsewhere."""
     if not name.startswith(f"{key}."):
         return None
     length = next((n for n in range(1, len(path)) if name_of(path[:n]) == key), None)
@@ -215,7 +217,7 @@ def _below(key: str, name: str, path: Any, keep_key: bool) -> Any:
 
 
 def _renamed(chosen: _Chosen, key_map: KeyMap, source: InputCheckpoint) -> _Chosen:
-    """The chosen tensors, with the last key of each renamed."""
+    """Return the chosen tensors, with the last key of each renamed."""
     renamed: dict[str, SourceTensor] = {}
     for each in chosen.tensors.values():
         *outer, last = each.path
@@ -282,8 +284,8 @@ def _to_safetensors(
         raise ValueError("there are no tensors to write")
     settings = None if config is None else {**config, "dtype": stored.main_dtype()}
 
-    def read(group: list[ModelTensor]) -> dict[str, Tensor]:
-        return {entry.name: tensors[entry.name].read(entry.tensor.dtype) for entry in group}
+    def read(forms: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensors[name].read(form.dtype) for name, form in forms.items()}
 
     nbytes = stored.total_bytes
     if destination.suffix == ".safetensors":

@@ -150,8 +150,8 @@ def _named(path: Path | Store) -> Iterator[None]:
 
 
 def _state_of(checkpoint: Checkpoint) -> tuple[NestedState, dict[int, str]]:
-    """The nested state of a checkpoint, with tensors on the meta device and names in the place of values; and the
-    name of each tensor, by its identity."""
+    """Return the nested state of a checkpoint, with tensors on the meta device and names in the place of values; and
+    the name of each tensor, by its identity."""
     leaves: dict[Any, Any] = {}
     names: dict[int, str] = {}
     for name, keys in checkpoint.keys.items():
@@ -170,7 +170,7 @@ def _state_of(checkpoint: Checkpoint) -> tuple[NestedState, dict[int, str]]:
 
 
 def _filled(value: Any, keys: Mapping[str, Keys], stored: Mapping[Keys, Any]) -> Any:
-    """A nested value, whose leaves are names of stored values, with the values."""
+    """Return a nested value, whose leaves are names of stored values, with the values."""
     if isinstance(value, Mapping):
         return {key: _filled(each, keys, stored) for key, each in value.items()}
     if isinstance(value, list):

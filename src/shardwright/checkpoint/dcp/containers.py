@@ -17,7 +17,7 @@ import torch
 
 from shardwright.checkpoint.dcp.opcodes import check_operations, name_of_callable, not_plain
 from shardwright.checkpoint.format.archive import zipped
-from shardwright.checkpoint.format.checks import DTYPES
+from shardwright.checkpoint.format.values import DTYPES
 from shardwright.checkpoint.storage.stores import Reader
 from shardwright.common.errors import Damaged
 
@@ -60,7 +60,7 @@ class ContainedTensor(NamedTuple):
 
 
 def describe(container: Container, name: str) -> ContainedTensor:
-    """The tensor that a container holds.
+    """Return the tensor that a container holds.
 
     Raises:
         Damaged: it holds anything else.
@@ -75,7 +75,7 @@ def describe(container: Container, name: str) -> ContainedTensor:
 
 
 def value_of(container: Container, name: str) -> Any:
-    """The plain value that a container holds, read as ``torch.load(weights_only=True)`` does.
+    """Return the plain value that a container holds, read as ``torch.load(weights_only=True)`` does.
 
     Raises:
         Damaged: it is damaged, or no plain value.
@@ -156,7 +156,7 @@ def _entries(container: Container) -> dict[str, tuple[int, int]]:
 
 
 def _wide(extra: bytes, *values: int) -> tuple[int, ...]:
-    """The numbers of a record; those that do not fit into 32 bits are in the extra field."""
+    """Return the numbers of a record; those that do not fit into 32 bits are in the extra field."""
     position, wide = 0, b""
     while position + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, position)

@@ -22,7 +22,8 @@ from shardwright.common.errors import Damaged
 
 
 def sizes_of(metadata: Metadata) -> dict[str, int]:
-    """The files a checkpoint consists of, apart from ``.metadata``, and the bytes that each must hold at least."""
+    """Return the files a checkpoint consists of, apart from ``.metadata``, and the bytes that each must
+    hold at least."""
     sizes: dict[str, int] = {}
     for place in metadata.storage_data.values():
         end = place.offset + place.length
@@ -31,7 +32,7 @@ def sizes_of(metadata: Metadata) -> dict[str, int]:
 
 
 def position_of(metadata: Metadata, name: str) -> tuple[str, int]:
-    """The file and the byte where a tensor begins."""
+    """Return the file and the byte where a tensor begins."""
     entry = metadata.state_dict_metadata[name]
     assert isinstance(entry, TensorStorageMetadata)
     places = [metadata.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
@@ -41,7 +42,7 @@ def position_of(metadata: Metadata, name: str) -> tuple[str, int]:
 def tensors_of(
     files: Files, metadata: Metadata, wanted: Mapping[str, StateTensor]
 ) -> dict[str, StoredTensor]:
-    """The wanted tensors, with the chunks that this rank needs.
+    """Return the wanted tensors, with the chunks that this rank needs.
 
     Raises:
         Damaged: a container is damaged, or holds another tensor than ``.metadata`` says.
@@ -72,7 +73,7 @@ def tensors_of(
 
 
 def values_of(files: Files, metadata: Metadata, names: Iterable[str], weights_only: bool) -> dict[str, Any]:
-    """The values of these names.
+    """Return the values of these names.
 
     Raises:
         Damaged: a value is damaged, or none that ``torch.load(weights_only=True)`` reads, if ``weights_only``.

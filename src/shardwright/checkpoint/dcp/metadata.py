@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwright.checkpoint.dcp.opcodes import check_operations, name_of_callable
 from shardwright.checkpoint.format.boxes import check_coverage
-from shardwright.checkpoint.format.checks import DTYPES, count_of, typed
+from shardwright.checkpoint.format.values import DTYPES, count_of, typed
 from shardwright.common.errors import Damaged
 
 MOST_DIMS = 64
@@ -46,7 +46,7 @@ class FileRange:
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """The content of a ``.metadata`` file, its ``storage_data`` as :class:`FileRange`.
+    """Return the content of a ``.metadata`` file, its ``storage_data`` as :class:`FileRange`.
 
     Raises:
         Damaged: the bytes are no such file, name a class or function that none has, or contradict themselves.
@@ -238,7 +238,7 @@ def _check_places(entries: dict[str, Any], places: dict[MetadataIndex, FileRange
 
 
 def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
-    """The place of each value in the nested state: keys of dicts and numbers of lists."""
+    """Return the place of each value in the nested state: keys of dicts and numbers of lists."""
     if value is None:
         return None
     paths: dict[str, tuple[str | int, ...]] = {}

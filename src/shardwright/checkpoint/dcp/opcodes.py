@@ -96,7 +96,8 @@ def _follow(data: bytes, name: str, names: set[str]) -> None:
 
 
 def name_of_callable(module: str, name: str) -> str:
-    """The name of a callable that a pickle names, for a message: one line of printable characters, at most 200."""
+    """Return the name of a callable that a pickle names, for a message: one line of printable characters,
+    at most 200."""
     text = f"{module}.{name}"
     return (text if text.isprintable() else ascii(text))[:200]
 
@@ -108,7 +109,7 @@ def _bounded(size: int, name: str) -> int:
 
 
 def not_plain(error: pickle.UnpicklingError) -> str:
-    """The reason why ``torch.load(weights_only=True)`` did not load a value, in one line."""
+    """Return the reason why ``torch.load(weights_only=True)`` did not load a value, in one line."""
     named = re.search(r"GLOBAL (\S+)", str(error))
     if named is None:
         return "is damaged: torch.load cannot read it"

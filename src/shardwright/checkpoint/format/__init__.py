@@ -1,9 +1,9 @@
 """The form of a checkpoint: what its files contain, without the places where they are.
 
 Read `index` first: `index.json` describes all. `nested` takes a state apart into named tensors and values, `boxes` has
-ranges of their elements, `archive` is the container of a tensor, `values` has plain values as JSON, `digests` JSON
-that contains its own SHA-256, `checks` those of single values, `names` the names of files that describe a checkpoint,
-`progress` a function that gets numbers of bytes. Rule: nothing here opens a file, or knows folders, URLs or ranks.
+ranges of their elements, `archive` is the container of a tensor, `values` has plain values as JSON and checks of
+single ones, `names` the names of files that describe a checkpoint. Rule: nothing here opens a file, or knows folders,
+URLs or ranks.
 
 A tensor is a ``TensorForm`` without values (keys, dtype, shape), a ``StateTensor`` in the memory of a run, and a
 ``StoredTensor`` in files. A ``Box`` is a range of it in memory, a ``Chunk`` one in a file. Other rooms add

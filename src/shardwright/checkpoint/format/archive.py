@@ -29,7 +29,7 @@ _STAMP = (0, 33)  #: time and date of all records: 1980-01-01
 
 
 def container(dtype: torch.dtype, shape: Sequence[int], data: memoryview) -> tuple[bytes, bytes]:
-    """The bytes before and after the bytes ``data`` of a contiguous tensor in its container.
+    """Return the bytes before and after the bytes ``data`` of a contiguous tensor in its container.
 
     Raises:
         ValueError: the tensor has more than :data:`LARGEST` bytes.
@@ -38,7 +38,7 @@ def container(dtype: torch.dtype, shape: Sequence[int], data: memoryview) -> tup
 
 
 def lengths(dtype: torch.dtype, shape: Sequence[int]) -> tuple[int, int]:
-    """Bytes of what stands before and after a tensor of this dtype and shape. Raises ValueError as above."""
+    """Return the bytes of what stands before and after a tensor of this dtype and shape. Raises ValueError as above."""
     head, tail = _around(dtype, tuple(shape), prod(shape) * dtype.itemsize, 0)
     return len(head), len(tail)
 
@@ -55,20 +55,21 @@ def _around(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int, crc32: int)
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host. The tensor must live as long as they are used."""
+    """Return the bytes of a contiguous tensor on the host. The tensor must live as long as they are used."""
     if not tensor.nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def host_bytes(tensor: Tensor) -> tuple[memoryview, Tensor]:
-    """The bytes of a tensor in its order, and what owns them on the host: a copy if the tensor is not contiguous."""
+    """Return the bytes of a tensor in its order, and what owns them on the host: a copy if the tensor is not
+    contiguous."""
     held = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return memory_of(held), held
 
 
 def zipped(records: Mapping[str, bytes]) -> bytes:
-    """A zip file of these records, without compression."""
+    """Return a zip file of these records, without compression."""
     whole = _Zip()
     for name, data in records.items():
         whole.add(name, len(data), zlib.crc32(data))
@@ -100,7 +101,7 @@ class _Zip:
         self._count += 1
 
     def directory(self, nbytes: int) -> bytes:
-        """The bytes after the last record, whose data has ``nbytes`` bytes."""
+        """Return the bytes after the last record, whose data has ``nbytes`` bytes."""
         count, size, begin = self._count, len(self._entries), len(self.head) + nbytes
         comment = bytes(-(begin + size + 22) % ALIGNMENT)
         end = struct.pack("<HHHHIIH", 0, 0, count, count, size, begin, len(comment))
@@ -129,12 +130,12 @@ class _Storage:
 
 @functools.lru_cache(256)
 def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """The pickle of a contiguous tensor on the host: what torch makes of an empty one, with this shape."""
+    """Return the pickle of a contiguous tensor on the host: what torch makes of an empty one, with this shape."""
     return pickled(described(dtype, shape, "0"))
 
 
 def pickled(state: Any) -> bytes:
-    """The pickle of a nested state whose tensors are :func:`described`."""
+    """Return the pickle of a nested state whose tensors are :func:`described`."""
     stream = io.BytesIO()
     _Pickler(stream, protocol=2).dump(state)
     return stream.getvalue()

@@ -25,7 +25,7 @@ class Box(NamedTuple):
 
 
 def overlap(one: Bounds, other: Bounds) -> Overlap | None:
-    """The elements that two boxes share; None if there are none."""
+    """Return the elements that two boxes share; None if there are none."""
     begins = tuple(map(max, one[0], other[0]))
     ends = tuple(min(a + m, b + n) for a, m, b, n in zip(*one, *other, strict=True))
     return Overlap(begins, ends) if all(a < b for a, b in zip(begins, ends, strict=True)) else None
@@ -38,7 +38,7 @@ class Overlap(NamedTuple):
     ends: tuple[int, ...]
 
     def of(self, tensor: Tensor, offsets: Sequence[int], first: int = 0) -> Tensor:
-        """The view of them in a box with these offsets. The dimensions before ``first`` stay whole."""
+        """Return the view of them in a box with these offsets. The dimensions before ``first`` stay whole."""
         for dim in range(first, len(self.begins)):
             begin = self.begins[dim]
             if (begin, self.ends[dim]) != (offsets[dim], offsets[dim] + tensor.shape[dim]):
@@ -47,7 +47,7 @@ class Overlap(NamedTuple):
 
 
 def meet(one: Bounds, other: Bounds) -> bool:
-    """Whether two boxes share an element."""
+    """Return whether two boxes share an element."""
     return all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other, strict=True))
 
 
@@ -63,7 +63,7 @@ def check_coverage(name: str, shape: Sequence[int], boxes: Sequence[Bounds]) -> 
 
 
 def _any_overlap(boxes: Sequence[Bounds]) -> bool:
-    """Whether two boxes share an element. Compares boxes that meet along the dimension with the most starts."""
+    """Return whether two boxes share an element. Compares boxes that meet along the dimension with the most starts."""
     full = [(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes if prod(sizes)]
     if len(full) < 2:
         return False

@@ -21,11 +21,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from shardwright.checkpoint.format.boxes import check_coverage
-from shardwright.checkpoint.format.checks import DTYPES, count_of, typed
-from shardwright.checkpoint.format.digests import sealed_lines, unsealed_lines
 from shardwright.checkpoint.format.names import INDEX
-from shardwright.checkpoint.format.values import DEEPEST, decoded, encoded
+from shardwright.checkpoint.format.values import DEEPEST, DTYPES, count_of, decoded, encoded, typed
 from shardwright.common.errors import Damaged
+from shardwright.common.sealed_json import sealed_lines, unsealed_lines
 
 FORMAT = "shardwright checkpoint"
 VERSION = 1
@@ -42,7 +41,7 @@ Keys: TypeAlias = "tuple[str | int | tuple[int], ...]"
 
 
 def name_of(path: Keys) -> str:
-    """The keys joined by dots, as torch's distributed checkpoint names them."""
+    """Return the keys joined by dots, as torch's distributed checkpoint names them."""
     return ".".join(str(step[0]) if isinstance(step, tuple) else str(step) for step in path)
 
 
@@ -115,7 +114,7 @@ class Index:
     version: int = VERSION  #: of the format
 
     def chunks_of_files(self) -> dict[str, list[Chunk]]:
-        """The chunks of each file in their order."""
+        """Return the chunks of each file in their order."""
         by_file: dict[str, list[Chunk]] = {name: [] for name, file in self.files.items() if file.has_chunks}
         for tensor in self.tensors.values():
             for chunk in tensor.chunks:
@@ -124,7 +123,7 @@ class Index:
 
 
 def digest_of_chunks(digests: Iterable[str]) -> str:
-    """The digest of a file from the digests of its chunks."""
+    """Return the digest of a file from the digests of its chunks."""
     return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()
 
 
@@ -132,7 +131,7 @@ def digest_of_chunks(digests: Iterable[str]) -> str:
 
 
 def index_text(index: Index) -> str:
-    """The content of ``index.json``. Raises ValueError for a value that JSON cannot hold; it names the value."""
+    """Return the content of ``index.json``. Raises ValueError for a value that JSON cannot hold; it names the value."""
     names = sorted(index.files)
     numbers = {name: number for number, name in enumerate(names)}
     lines = ["{", f'"format": {_json(FORMAT)}, "version": {index.version},']
@@ -160,7 +159,7 @@ def _json(value: Any) -> str:
 
 
 def parse_index(text: bytes) -> Index:
-    """The content of an ``index.json``.
+    """Return the content of an ``index.json``.
 
     Raises:
         Damaged: it is not what a save has written, or contradicts itself.
@@ -269,12 +268,12 @@ def _check_files(index: Index) -> None:
 
 
 def encoded_form(form: TensorForm) -> list[Any]:
-    """The form of a tensor in JSON's types."""
+    """Return the form of a tensor in JSON's types."""
     return [form.path, str(form.dtype).removeprefix("torch."), form.shape]
 
 
 def decoded_form(entry: Any, name: str) -> TensorForm:
-    """The inverse of :func:`encoded_form`, of the tensor of this name. Raises Damaged or ValueError."""
+    """Return the form of the tensor of this name from :func:`encoded_form`. Raises Damaged or ValueError."""
     path, dtype, shape = typed(entry, list, "a tensor")
     if f"torch.{dtype}" not in DTYPES or dtype.startswith(("qint", "quint")):
         raise Damaged(f"{name!r} has the unknown dtype {str(dtype)[:40]!r}")
@@ -282,24 +281,24 @@ def decoded_form(entry: Any, name: str) -> TensorForm:
 
 
 def encoded_value(stored: StoredValue, name: str) -> list[Any]:
-    """A value in JSON's types. Raises ValueError as :func:`encoded`; the message has ``name``."""
+    """Return a value in JSON's types. Raises ValueError as :func:`encoded`; the message has ``name``."""
     return [stored.path, encoded(stored.value, name)]
 
 
 def decoded_value(entry: Any) -> StoredValue:
-    """The inverse of :func:`encoded_value`. Raises Damaged, TypeError or ValueError."""
+    """Return the value from :func:`encoded_value`. Raises Damaged, TypeError or ValueError."""
     path, value = entry
     return StoredValue(_keys(path), decoded(value))
 
 
 def encoded_chunk(chunk: Chunk, numbers: Mapping[str, int]) -> list[Any]:
-    """A chunk of a contiguous tensor in JSON's types, with the number of its file."""
+    """Return a chunk of a contiguous tensor in JSON's types, with the number of its file."""
     number = numbers[chunk.file]
     return [chunk.offsets, chunk.sizes, number, chunk.start, chunk.length, chunk.data, chunk.sha256]
 
 
 def decoded_chunk(entry: Any, files: Sequence[str]) -> Chunk:
-    """The inverse of :func:`encoded_chunk`. Raises Damaged, ValueError or LookupError."""
+    """Return the chunk from :func:`encoded_chunk`. Raises Damaged, ValueError or LookupError."""
     offsets, sizes, number, start, length, data, sha256 = typed(entry, list, "a part")
     return Chunk(
         _counts(offsets, "offsets"),

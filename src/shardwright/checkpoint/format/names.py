@@ -1,10 +1,11 @@
-"""The names of the files that describe a checkpoint. `storage` has those of other files, and of ones behind URLs."""
+"""The names of the files that describe a checkpoint. `storage/save_names` has the names of its other files."""
 
 from __future__ import annotations
 
 INDEX = "index.json"
 METADATA = ".metadata"  #: the file that torch's distributed checkpoint writes last
-#: Plain values as ``torch.save`` writes them, for torch's reader; ours reads the index.
+#: the file with the values that are no tensors, for torch's reader; our reader finds them in the index
 VALUES = "__values.distcp"
-#: Takes the place of VALUES where no index is meant to be: a folder with VALUES and without index is damaged.
+#: the same file in a folder that is written for torch alone and has no index. It needs another name, because a folder
+#: with VALUES and without an index is a checkpoint of ours that has lost its index.
 VALUES_FOR_TORCH = "__0_1.distcp"

@@ -22,7 +22,7 @@ from shardwright.checkpoint.format.values import DEEPEST
 from shardwright.engine import ascends
 from shardwright.engine.compat import boxes_to_load, boxes_to_save
 
-#: A chunk in a file holds at most so many bytes. Each thread of a save and of a load copies one at a time.
+#: the most bytes of a chunk in a file. Each thread of a save and of a load copies one chunk at a time.
 CHUNK_BYTES = 32 << 20
 
 
@@ -43,7 +43,8 @@ class StateTensor:
         return self.tensor.dtype
 
     def boxes_to_save(self) -> list[Box]:
-        """This rank's boxes, cut into ones of at most :data:`CHUNK_BYTES`. Every rank that has a copy has the same.
+        """Return this rank's boxes, cut into ones of at most :data:`CHUNK_BYTES`. Every rank that has a copy has the
+        same.
 
         Raises:
             ValueError: the tensor has no values of its own to save.
@@ -64,7 +65,7 @@ class StateTensor:
         return [each for box in whole for each in _cut(box, self.dtype.itemsize)]
 
     def boxes_to_load(self) -> list[Box]:
-        """The boxes that this rank needs, with the memory to load them into.
+        """Return the boxes that this rank needs, with the memory to load them into.
 
         Raises:
             ValueError: the ranks of its mesh do not ascend.
@@ -86,8 +87,8 @@ class StateTensor:
 
 
 def _by_protocol(tensor: Tensor) -> Tensor:
-    """The tensor in the form that says which elements a rank has. torch makes a plain DTensor
-    of a ragged DTensor, which would be taken for one with equal chunks of rows."""
+    """Return the tensor in the form that says which elements a rank has. torch makes a plain DTensor of a ragged
+    DTensor, which would be taken for one with equal chunks of rows."""
     ragged = tensor._local_tensor if type(tensor) is DTensor else tensor
     as_dtensor = getattr(ragged, "as_dtensor", None)
     return tensor if as_dtensor is None else as_dtensor()
@@ -157,7 +158,10 @@ def _too_deep(path: Keys) -> ValueError:
 
 
 def nested(leaves: Mapping[Keys, Any]) -> Any:
-    """The nested state of these leaves: the inverse of taking it apart. Tuples that held tensors become lists."""
+    """Return the nested state of these leaves: the inverse of taking it apart.
+
+    Tuples that held tensors become lists.
+    """
     if () in leaves:
         return leaves[()]
     inner: dict[Any, dict[Keys, Any]] = {}

@@ -2,7 +2,8 @@
 
 Plain: None, bool, int, float, str, and lists and dicts of them. Marked: tuples, dicts with keys that are not strings,
 ``Counter``, ``OrderedDict``, floats that are no numbers, ``torch.dtype``, ``torch.Size``, ``torch.device``, bytes.
-Nothing else can be stored, and nothing that is read is called.
+Nothing else can be stored, and nothing that is read is called. The checks of single values in descriptions are here,
+too.
 """
 
 from __future__ import annotations
@@ -15,8 +16,25 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint.format.checks import DTYPES
 from shardwright.common.errors import Damaged
+
+#: Every dtype by its whole name, such as ``torch.float32``.
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def typed(value: Any, kind: type, what: str) -> Any:
+    """Return the value if it is of exactly this type. Raises Damaged otherwise."""
+    if type(value) is not kind:
+        raise Damaged(f"expected {what} as {kind.__name__}, found {type(value).__name__}")
+    return value
+
+
+def count_of(value: Any, what: str) -> int:
+    """Return the value if it can be a number of bytes or elements. Raises Damaged otherwise."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise Damaged(f"expected {what} as an integer >= 0 and below 2**63, found {type(value).__name__}")
+    return value
+
 
 DEEPEST = 100  #: values, or keys, inside one another
 _MOST_BITS = 14_000  #: of an integer: Python reads at most 4,300 digits of one
@@ -24,7 +42,7 @@ _MARK = "!"  #: the first key of a marked form
 
 
 def encoded(value: Any, name: str, depth: int = 0) -> Any:
-    """The value in JSON's types.
+    """Return the value in JSON's types.
 
     Raises:
         ValueError: a value is neither plain nor marked, or too deep; the message names it.
@@ -75,7 +93,7 @@ def encoded(value: Any, name: str, depth: int = 0) -> Any:
 
 
 def decoded(value: Any, depth: int = 0) -> Any:
-    """The inverse of :func:`encoded`.
+    """Return the value from which :func:`encoded` has made this one.
 
     Raises:
         Damaged: the value has a mark that no save writes, or is too deep.

@@ -10,9 +10,9 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,11 +32,11 @@ from shardwright.checkpoint.format.index import (
 )
 from shardwright.checkpoint.format.names import INDEX, METADATA
 from shardwright.checkpoint.format.nested import StateTensor
-from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.load.reading import check_lengths, check_ranges, compared_values, read_box
 from shardwright.checkpoint.load.replacement import DescriptionFile, unless_replaced
 from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.stores import Files, Store, UnfinishedSave
+from shardwright.checkpoint.storage.threads import Progress, ignore
 from shardwright.common.errors import Damaged
 
 
@@ -50,9 +50,25 @@ class StoredForm(TensorForm):
 
 @dataclass(frozen=True)
 class Checkpoint(ABC):
-    """A checkpoint whose description is sound. Its files may still be damaged: :meth:`verify` compares them."""
+    """A checkpoint whose description is sound. Its files may still be damaged: :meth:`verify` compares them.
+
+    Attributes:
+        description_file: the file that describes it.
+        has_digests: whether bytes can be compared.
+        has_pickled_values: whether its values are pickled: then :attr:`values` has their names alone.
+        attempt: the identity of the save that wrote it; None in torch's folders.
+        version: the version of its format; None for torch's.
+        ranks: the number of ranks that have saved it; None in torch's folders.
+        about: the versions of libraries that wrote it, and the notes of the save.
+    """
 
     description_file: DescriptionFile
+    has_digests: ClassVar[bool]
+    has_pickled_values: ClassVar[bool]
+    attempt: str | None = field(default=None, kw_only=True)
+    version: int | None = field(default=None, kw_only=True)
+    ranks: int | None = field(default=None, kw_only=True)
+    about: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     @property
     def place(self) -> Files:
@@ -61,39 +77,9 @@ class Checkpoint(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the description. Ranks that have read another one notice."""
+        """The SHA-256 of the description, by which ranks notice that one has read another one."""
         assert self.description_file.fingerprint is not None
         return self.description_file.fingerprint
-
-    @property
-    @abstractmethod
-    def has_digests(self) -> bool:
-        """Whether bytes can be compared."""
-
-    @property
-    @abstractmethod
-    def has_pickled_values(self) -> bool:
-        """Whether its values are pickled: then :attr:`values` has their names alone."""
-
-    @property
-    @abstractmethod
-    def attempt(self) -> str | None:
-        """The identity of the save that wrote it; None in torch's folders."""
-
-    @property
-    @abstractmethod
-    def version(self) -> int | None:
-        """The version of its format; None for torch's."""
-
-    @property
-    @abstractmethod
-    def ranks(self) -> int | None:
-        """Number of ranks that have saved it, where that is known."""
-
-    @property
-    @abstractmethod
-    def about(self) -> Mapping[str, str]:
-        """The versions of libraries that wrote it, and the notes of the save."""
 
     @cached_property
     @abstractmethod
@@ -120,19 +106,19 @@ class Checkpoint(ABC):
         return values | self.tensors
 
     def below(self, name: str) -> dict[str, Any]:
-        """The leaves below a name, by the rest of their names."""
+        """Return the leaves below a name, by the rest of their names."""
         start = f"{name}."
         return {
             each.removeprefix(start): leaf for each, leaf in self.leaves.items() if each.startswith(start)
         }
 
     def has(self, name: str) -> bool:
-        """Whether there is anything of this name, or below it."""
+        """Return whether there is anything of this name, or below it."""
         return name in self.leaves or bool(self.below(name))
 
     @abstractmethod
     def values_below(self, keys: Container[str], weights_only: bool) -> dict[Keys, Any]:
-        """The values by their keys: all, or the pickled ones below these first keys. Raises Damaged."""
+        """Return the values by their keys: all, or the pickled ones below these first keys. Raises Damaged."""
 
     @abstractmethod
     def stored_tensors(self, tensors: Mapping[str, StateTensor]) -> Mapping[str, StoredTensor]:
@@ -144,15 +130,15 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def position(self, name: str) -> tuple[str, int]:
-        """The file and the byte where a tensor begins, for reads in the order of the files."""
+        """Return the file and the byte where a tensor begins, for reads in the order of the files."""
 
     @abstractmethod
     def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The values of a tensor, on the host. They are compared with digests first. Raises Damaged."""
+        """Return the values of a tensor, on the host. They are compared with digests first. Raises Damaged."""
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
-        """The bytes of each file apart from the description; of torch's folders the least there can be."""
+        """Return the bytes of each file apart from the description; of torch's folders the least there can be."""
 
     @abstractmethod
     def check_lengths(self) -> None:
@@ -182,22 +168,6 @@ class OwnCheckpoint(Checkpoint):
     index: Index
     has_digests = True
     has_pickled_values = False
-
-    @property
-    def attempt(self) -> str:
-        return self.index.attempt
-
-    @property
-    def version(self) -> int:
-        return self.index.version
-
-    @property
-    def ranks(self) -> int:
-        return self.index.ranks
-
-    @property
-    def about(self) -> Mapping[str, str]:
-        return self.index.about
 
     @cached_property
     def tensors(self) -> dict[str, StoredForm]:
@@ -263,7 +233,7 @@ class OwnCheckpoint(Checkpoint):
 
 
 def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
-    """The names for ``rank``, so that all ranks get about the same number of bytes."""
+    """Return the names for ``rank``, so that all ranks get about the same number of bytes."""
     loads = [0] * ranks
     mine = []
     for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
@@ -281,19 +251,6 @@ class TorchCheckpoint(Checkpoint):
     metadata: Metadata
     has_digests = False
     has_pickled_values = True
-    attempt = None
-
-    @property
-    def version(self) -> None:
-        return None
-
-    @property
-    def ranks(self) -> None:
-        return None
-
-    @property
-    def about(self) -> Mapping[str, str]:
-        return {}
 
     @cached_property
     def tensors(self) -> dict[str, StoredForm]:
@@ -345,7 +302,7 @@ class TorchCheckpoint(Checkpoint):
 
 
 def checkpoint_at(path: Location, *, links: bool = False) -> Checkpoint:
-    """The checkpoint at a path or URL, whose description is read. Nothing in it is called.
+    """Return the checkpoint at a path or URL, whose description is read. Nothing in it is called.
 
     ``links`` are followed in a local folder.
 
@@ -373,18 +330,23 @@ def check_whole(store: Store) -> None:
 
 
 def unfinished_checkpoint(save: UnfinishedSave) -> OwnCheckpoint:
-    """The checkpoint that a save has written, before it is committed. Raises Damaged, OSError."""
+    """Return the checkpoint that a save has written, before it is committed. Raises Damaged, OSError."""
     return _own_checkpoint(save, save.stored_name(INDEX))
 
 
 def _own_checkpoint(files: Files, index_name: str) -> OwnCheckpoint:
     content, file = _read_description(files, index_name, b'"}\n')
-    return OwnCheckpoint(file, parse_index(content))
+    index = parse_index(content)
+    return OwnCheckpoint(
+        file, index, attempt=index.attempt, version=index.version, ranks=index.ranks, about=index.about
+    )
 
 
 def _read_description(files: Files, name: str, end: bytes) -> tuple[bytes, DescriptionFile]:
-    """The content of a file that describes a checkpoint. Its end is read first: of a file that is cut off or has holes
-    no more is read."""
+    """Return the content of a file that describes a checkpoint.
+
+    Its end is read first: of a file that is cut off or has holes no more is read.
+    """
     nbytes = files.size(name)
     file = DescriptionFile.of(files, name)
     with unless_replaced(file):

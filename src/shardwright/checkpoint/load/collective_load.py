@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.checkpoint.format.checks import typed
 from shardwright.checkpoint.format.index import StoredTensor
 from shardwright.checkpoint.format.nested import NestedState, StateTensor, nested
-from shardwright.checkpoint.format.progress import Progress, ignore
+from shardwright.checkpoint.format.values import typed
 from shardwright.checkpoint.load.checkpoints import Checkpoint
 from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.load.reading import read_boxes, reads_of
 from shardwright.checkpoint.load.replacement import OpenFiles, unless_replaced
+from shardwright.checkpoint.storage.threads import Progress, ignore
 from shardwright.common.errors import Damaged
 from shardwright.engine import RankGroup, heartbeat
 

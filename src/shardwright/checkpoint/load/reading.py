@@ -18,10 +18,9 @@ from shardwright.checkpoint.format.archive import memory_of
 from shardwright.checkpoint.format.boxes import Box, meet, overlap
 from shardwright.checkpoint.format.index import Chunk, StoredTensor
 from shardwright.checkpoint.format.nested import StateTensor
-from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.load.replacement import OpenFiles
 from shardwright.checkpoint.storage.stores import Files, Reader
-from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
+from shardwright.checkpoint.storage.threads import Progress, ignore, in_threads, wait_for_devices
 from shardwright.common.errors import Damaged
 
 # -- compared with digests ---------------------------------------------------------------------------------------------
@@ -47,7 +46,10 @@ def check_ranges(
 def _check_range(
     reader: Reader, name: str, start: int, end: int, expected: str, kept: memoryview | None = None
 ) -> int:
-    """The length of a range, if its bytes are the ones that were saved. They are in ``kept`` then, if it is given."""
+    """Return the length of a range, if its bytes are the ones that were saved.
+
+    They are in ``kept`` then, if it is given.
+    """
     buffer = memoryview(bytearray(min(reader.at_once, end - start))) if kept is None else kept
     sha256, position = hashlib.sha256(), start
     while position < end:
@@ -63,7 +65,7 @@ def _check_range(
 
 
 def compared_values(files: Files, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    """The values of a chunk, on the host. Raises Damaged if its bytes are not the ones that were saved."""
+    """Return the values of a chunk, on the host. Raises Damaged if its bytes are not the ones that were saved."""
     container = torch.empty(chunk.length, dtype=torch.uint8)
     with closing(files.open(chunk.file)) as reader:
         _check_range(reader, chunk.file, *chunk.range, memory_of(container))
@@ -143,7 +145,7 @@ def read_box(reader: Reader, chunk: Chunk, dtype: torch.dtype, box: Box) -> None
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:
-    """Whether the bytes at its address are its values in their order."""
+    """Return whether the bytes at its address are its values in their order."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"

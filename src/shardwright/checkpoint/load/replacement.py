@@ -32,7 +32,7 @@ class DescriptionFile(NamedTuple):
         return cls(files, name, files.identity(name))
 
     def is_replaced(self) -> bool:
-        """Whether another file has its name now. Without a fingerprint the identity decides."""
+        """Return whether another file has its name now. Without a fingerprint the identity decides."""
         try:
             if self.identity is not None and self.files.identity(self.name) == self.identity:
                 return False

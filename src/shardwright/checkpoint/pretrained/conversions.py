@@ -35,13 +35,13 @@ from shardwright.engine import FSDPModule, original_class
 def transformers_key_map(
     model: nn.Module, names: Iterable[str], stored: Mapping[str, FileTensor]
 ) -> dict[str, TensorSource] | None:
-    """The stored places of the tensors of these names, if the model is one of transformers (5 or later); else None.
+    """Return the stored places of the tensors of these names, if the model is one of transformers (5 or later); else
+    None.
 
     Raises:
         ValueError: a conversion that cannot be done part by part.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+    if not _is_of_transformers(model):
         return None
     try:
         conversion_mapping: Any = importlib.import_module("transformers.conversion_mapping")
@@ -53,9 +53,10 @@ def transformers_key_map(
 
 
 def stored_key_map(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, TensorSource] | None:
-    """The places at which transformers (5 or later) stores the tensors of one of its models; None for other models.
+    """Return where transformers (5 or later) stores each tensor of one of its models; None for other models.
 
-    This is the inverse of :func:`transformers_key_map`: no stored tensors are needed.
+    :func:`transformers_key_map` finds the same for files that are there. A save has no files yet, so this function
+    converts the model's shapes into the stored form first.
 
     Args:
         shapes: names and shapes of all tensors to store, tied ones under one name.
@@ -63,8 +64,7 @@ def stored_key_map(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[s
     Raises:
         ValueError: transformers computes values when it stores the model, so its stored tensors are no views.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+    if not _is_of_transformers(model):
         return None
     known = _stored_places.get(model)
     if known is not None and known[0] == shapes:
@@ -103,15 +103,19 @@ _stored_places: weakref.WeakKeyDictionary[
 
 
 def names_not_stored(model: nn.Module) -> frozenset[str]:
-    """The tensors that transformers does not save for this model, because its constructor computes them."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+    """Return the tensors that transformers does not save for this model, because its constructor computes them."""
+    if not _is_of_transformers(model):
         return frozenset()
     return frozenset(model._keys_to_ignore_on_save or ())  # type: ignore[arg-type]
 
 
+def _is_of_transformers(model: nn.Module) -> bool:
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
 def _as_made(model: Any) -> Any:
-    """A context in which modules have their original classes, because conversions use the names of classes."""
+    """Return a copy of a model in which modules have their original classes, whose names conversions use."""
 
     def plain(module: nn.Module) -> nn.Module:
         if not isinstance(module, FSDPModule):

@@ -67,9 +67,18 @@ class FileTensor:
     def on_meta(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
+    def equals(self, other: FileTensor) -> bool:
+        """Return whether both have the same bits. Their shapes and dtypes are equal."""
+        return same_bits(self.view(), other.view())
+
+
+def same_bits(one: Tensor, two: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype are equal, NaNs and the signs of zeros included."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
+
 
 def open_stored(path: str | os.PathLike[str]) -> dict[str, FileTensor]:
-    """Every tensor of a file, or of a folder with an index or a single file of weights.
+    """Return every tensor of a file, or of a folder with an index or a single file of weights.
 
     In a folder safetensors are preferred to files of ``torch.save``, and an index to a file. Only headers are read.
     (Files of ``torch.save`` before torch 1.6 are read completely, because they cannot be mapped.)
@@ -144,7 +153,7 @@ def _open_file(file: Path) -> dict[str, FileTensor]:
 
 
 def abbreviated(names: Sequence[object], limit: int = 12) -> str:
-    """The names, separated by commas. A long list is cut, with the number of the other names."""
+    """Return the names, separated by commas. A long list is cut, with the number of the other names."""
     joined = ", ".join(map(str, names[:limit]))
     return f"{joined} and {len(names) - limit:,} more" if len(names) > limit else joined
 
@@ -277,7 +286,7 @@ class SafetensorsFile:
 
 
 def dtype_name(dtype: torch.dtype, key: str) -> str:
-    """The format's name of a dtype. If there is none, raises a ValueError that names the tensor."""
+    """Return the format's name of a dtype. If there is none, raises a ValueError that names the tensor."""
     if dtype not in _NAMES:
         raise ValueError(
             f"{key!r} has {dtype}, which safetensors cannot store; pass another dtype to save_pretrained"
@@ -312,7 +321,7 @@ def _open_torch(file: Path) -> dict[str, FileTensor]:
 
 
 def load_torch(file: Path) -> Any:
-    """The content of a file of ``torch.save``. Its tensors are mapped into memory. No code of the file runs.
+    """Return the content of a file of ``torch.save``. Its tensors are mapped into memory. No code of the file runs.
 
     Raises:
         Damaged: it cannot be read, or holds more than tensors and plain values.
@@ -337,7 +346,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def shard_names(count: int) -> Iterable[str]:
-    """Names of the files of a model, as Hugging Face writes them."""
+    """Return the names of the files of a model, as Hugging Face writes them."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

@@ -18,7 +18,10 @@ class ModelFolder(LocalPlace):
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> Self:
-        """The folder at a path, behind links if there are any. Raises ValueError for a URL of another machine."""
+        """Return the folder at a path, behind links if there are any.
+
+        Raises ValueError for a URL of another machine.
+        """
         place = store_of(path)
         if place.path is None:
             raise ValueError(f"{place}: models are written to folders of this machine, and read from them")
@@ -47,8 +50,8 @@ class ModelFolder(LocalPlace):
 
 
 def open_model(path: str | os.PathLike[str]) -> dict[str, FileTensor]:
-    """The tensors of files of weights, as :func:`open_stored`. A folder that was being replaced when a process ended
-    gets its name back before.
+    """Return the tensors of files of weights, as :func:`open_stored`. A folder that was being replaced when a process
+    ended gets its name back before.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`open_stored`; or the path is a URL of another machine.
@@ -60,7 +63,7 @@ def open_model(path: str | os.PathLike[str]) -> dict[str, FileTensor]:
 
 
 def _others(folder: Path) -> list[str]:
-    """Names in a folder that a saved model does not have."""
+    """Return the names in a folder that a saved model does not have."""
     names = sorted(each.name for each in folder.iterdir())
     return [
         name

@@ -1,4 +1,4 @@
-"""Key maps: the places of a model's tensors in files with other names and forms.
+"""Key maps: the places of a model's tensors in files with other names and forms, and key maps from a user's rules.
 
 A model's tensor may be a stored tensor under another name, a transposed one, a slice of a fused one, or several stacked
 or joined ones. All forms are views, so a reader knows which bytes a part needs. This file knows no files and models.
@@ -6,6 +6,7 @@ or joined ones. All forms are views, so a reader knows which bytes a part needs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -58,7 +59,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Joined:
-    """Sources one after the other along ``dim``, as ``torch.cat`` makes it. ``sizes`` along it; None: equal ones."""
+    """Sources one after the other along ``dim``, as ``torch.cat`` makes it. Without ``sizes`` all are equally long."""
 
     sources: tuple[TensorSource, ...]
     dim: int = 0
@@ -73,12 +74,13 @@ class Joined:
 
 
 TensorSource: TypeAlias = "str | Transposed | Slice | Stacked | Joined"
-#: From a name in the model to the stored place of the tensor. A mapping may leave out equal names. None: not stored.
+#: from a name in the model to the stored place of the tensor, or to None if it is not stored. A mapping may leave out
+#: tensors that are stored under their own names.
 KeyMap: TypeAlias = "Mapping[str, TensorSource | None] | Callable[[str], TensorSource | None]"
 
 
 def source_of(key_map: KeyMap | None, name: str) -> TensorSource | None:
-    """The stored place of the model's tensor ``name``."""
+    """Return the stored place of the model's tensor ``name``."""
     if key_map is None:
         return name
     source = key_map.get(name, name) if isinstance(key_map, Mapping) else key_map(name)
@@ -91,7 +93,7 @@ def source_of(key_map: KeyMap | None, name: str) -> TensorSource | None:
 
 
 def keys_of(source: TensorSource) -> list[str]:
-    """The keys of all stored tensors in the source."""
+    """Return the keys of all stored tensors in the source."""
     if isinstance(source, str):
         return [source]
     if isinstance(source, (Transposed, Slice)):
@@ -100,7 +102,7 @@ def keys_of(source: TensorSource) -> list[str]:
 
 
 def views_of(source: TensorSource, get: Callable[[str], Tensor]) -> tuple[torch.Size, list[Box]]:
-    """The shape of a source, and its boxes as views of stored tensors. ``get`` returns these, or meta tensors.
+    """Return the shape of a source, and its boxes as views of stored tensors. ``get`` returns these, or meta tensors.
 
     Raises:
         ValueError: the stored tensors cannot be combined in this way.
@@ -176,7 +178,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(source: TensorSource, tensor: Tensor) -> Iterator[Piece]:
-    """The stored tensors, as views of the model's: the inverse of :func:`views_of`.
+    """Yield the stored tensors, as views of the model's: the inverse of :func:`views_of`.
 
     Raises:
         ValueError: the tensor cannot be divided in this way.
@@ -209,3 +211,45 @@ def pieces_of(source: TensorSource, tensor: Tensor) -> Iterator[Piece]:
             )
         for each, view in zip(source.sources, tensor.split(list(sizes), source.dim), strict=True):
             yield from pieces_of(each, view)
+
+
+# -- key maps from rules -----------------------------------------------------------------------------------------------
+
+
+class Rule(NamedTuple):
+    """A name with stars, each of which stands for any text, and the new name with the same number of stars.
+
+    An empty new name says that the tensor is not stored.
+    """
+
+    old: str
+    new: str
+
+
+def key_map_of(rules: Sequence[Rule], names: Sequence[str]) -> dict[str, str | None]:
+    """Return the key map by the first rule that fits each name. Names that no rule fits stay.
+
+    Raises:
+        ValueError: a rule fits no name.
+    """
+    patterns = [re.compile("(.*?)".join(map(re.escape, rule.old.split("*")))) for rule in rules]
+    key_map: dict[str, str | None] = {}
+    used: set[int] = set()
+    for name in names:
+        for number, (rule, pattern) in enumerate(zip(rules, patterns, strict=True)):
+            if match := pattern.fullmatch(name):
+                used.add(number)
+                pieces, texts = rule.new.split("*"), (*match.groups(), "")
+                new = (
+                    "".join(piece + text for piece, text in zip(pieces, texts, strict=True))
+                    if rule.new
+                    else None
+                )
+                key_map.setdefault(name, new)
+                break
+    for number, rule in enumerate(rules):
+        if number not in used:
+            raise ValueError(
+                f"the rule {rule.old}={rule.new} fits no tensor, or rules before it fit all of them"
+            )
+    return key_map

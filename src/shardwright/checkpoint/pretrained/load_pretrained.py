@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.checkpoint.format.boxes import Box, overlap
 from shardwright.checkpoint.pretrained.conversions import names_not_stored, transformers_key_map
-from shardwright.checkpoint.pretrained.files import FileTensor, abbreviated, in_memory
+from shardwright.checkpoint.pretrained.files import FileTensor, abbreviated, in_memory, same_bits
 from shardwright.checkpoint.pretrained.folder import open_model
 from shardwright.checkpoint.pretrained.key_maps import KeyMap, TensorSource, keys_of, source_of, views_of
 from shardwright.checkpoint.pretrained.model import (
@@ -27,10 +26,8 @@ from shardwright.checkpoint.pretrained.model import (
     aliases_of,
     allocate,
     at_rest,
-    boxes_of,
     mark_loaded,
-    mesh_of,
-    same_bits,
+    ranks_of,
     tensors_of,
 )
 from shardwright.engine import (
@@ -120,13 +117,13 @@ def load_pretrained(
     """
     refuse_while_deferring("load_pretrained")
     units = units_of(model)
-    mesh = mesh_of(units)
+    ranks = ranks_of(model)
     at_rest(units, "load_pretrained was called")
     patterns = _patterns(allow_missing), _patterns(allow_unexpected)
-    plan: _LoadPlan = RankGroup.of_mesh(mesh).run_own(
+    plan: _LoadPlan = ranks.run_own(
         lambda: _plan(model, path, key_map, *patterns), others_raise=OtherRankFailed
     )
-    _refuse_different_files(mesh, plan)
+    _refuse_different_files(ranks, plan)
     on_meta = (
         torch.device(device)
         if device is not None
@@ -134,19 +131,16 @@ def load_pretrained(
         if units
         else torch.device("cpu")
     )
-    bytes_read = RankGroup.of_mesh(mesh).run_own(
+    bytes_read = ranks.run_own(
         lambda: sum(_fill(load, on_meta) for load in plan.in_order()), others_raise=OtherRankFailed
     )
     return Loaded(plan.missing, plan.unexpected, bytes_read + plan.bytes_compared)
 
 
-def _refuse_different_files(mesh: DeviceMesh | None, plan: _LoadPlan) -> None:
+def _refuse_different_files(ranks: RankGroup, plan: _LoadPlan) -> None:
     """Raise if ranks read copies of a checkpoint that have different tensors."""
-    if mesh is None:
-        return
     stored = plan.loads[0].stored.values() if plan.loads else ()
     forms = sorted((s.key, tuple(s.shape), str(s.dtype)) for s in stored)
-    ranks = RankGroup.of_mesh(mesh)
     ranks.check_equal(
         ranks.all_gather(hash_of((forms, plan.missing)), "states"),
         lambda others, *_: ValueError(
@@ -183,7 +177,7 @@ class _LoadPlan:
     bytes_compared: int = 0
 
     def in_order(self) -> list[_Load]:
-        """The tensors in the order of the files, which is fast on disks."""
+        """Return the tensors in the order of the files, which is fast on disks."""
         return sorted(self.loads, key=lambda load: load.place)
 
 
@@ -194,7 +188,7 @@ def _plan(
     may_miss: tuple[str, ...],
     may_be_unexpected: tuple[str, ...],
 ) -> _LoadPlan:
-    """The tensors to read. Raises a ValueError for everything that does not fit."""
+    """Return the tensors to read. Raises a ValueError for everything that does not fit."""
     stored = in_memory(path) if isinstance(path, Mapping) else open_model(path)
     plan = _LoadPlan()
     used: set[str] = set()
@@ -260,7 +254,7 @@ def _missing_in_words(entry: ModelTensor, source: TensorSource, stored: dict[str
 
 
 def _misfit(load: _Load, name: str) -> str | None:
-    """The reason why the stored tensor does not fit the model's tensor."""
+    """Return the reason why the stored tensor does not fit the model's tensor."""
     tensor = load.entry.tensor
     keys = keys_of(load.source)
     label = repr(name) if keys == [name] else f"{name!r} (stored as {abbreviated(keys, 3)})"
@@ -303,7 +297,7 @@ def _fill(load: _Load, device: torch.device) -> int:
     entry = load.entry
     if entry.unit is None and not entry.has_values:
         entry = allocate(entry, device)
-    count = _read(load, boxes_of(entry))
+    count = _read(load, entry.boxes())
     mark_loaded(entry)
     return count
 
@@ -323,13 +317,10 @@ def _read(load: _Load, boxes: list[Box]) -> int:
 
 
 def _compare(one: _Load, other: _Load) -> tuple[int, bool]:
-    """The number of bytes read, and whether both sources have equal values for this rank's part."""
+    """Return the number of bytes read, and whether both sources have equal values for this rank's part."""
     entry = one.entry
     parts = [
-        [
-            Box(offsets, torch.empty(local.shape, dtype=entry.tensor.dtype))
-            for offsets, local in boxes_of(entry)
-        ]
+        [Box(offsets, torch.empty(local.shape, dtype=local.dtype)) for offsets, local in entry.boxes()]
         for _ in range(2)
     ]
     count = _read(one, parts[0]) + _read(other, parts[1])

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint.format.boxes import Box as Box
+from shardwright.checkpoint.format.boxes import Box
 from shardwright.engine import (
     RaggedTensor,
+    RankGroup,
     Unit,
     has_no_values,
     root_of,
     settle,
     unit_of,
+    units_of,
     unmark,
     without_wrappers,
 )
@@ -57,16 +58,35 @@ class ModelTensor:
         source = self.unit.without_values().get(self.tensor) if self.unit is not None else None
         return not (self.tensor.is_meta or (source is not None and source.is_meta))
 
+    def boxes(self) -> list[Box]:
+        """Return the boxes of this tensor that this rank has; on meta if it has no memory yet."""
+        if self.unit is not None:
+            managed = self.unit.managed(self.tensor)
+            return [Box(*piece) for piece in managed.cut.pieces(managed.local)]
+        if isinstance(self.tensor, (DTensor, RaggedTensor)):
+            raise NotImplementedError(
+                f"{self.name!r} is a {type(self.tensor).__name__} that belongs to no unit of fully_shard; pretrained "
+                "weights load only into plain tensors and into parameters of units"
+            )
+        without = has_no_values(self.tensor)
+        local = (
+            torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="meta")
+            if without
+            else self.tensor.detach()
+        )
+        return [Box((0,) * local.ndim, local)]
 
-def mesh_of(units: list[Unit]) -> DeviceMesh | None:
-    """The mesh of all ranks of a sharded model; None of a plain one."""
+
+def ranks_of(model: nn.Module) -> RankGroup:
+    """Return all ranks that a model is sharded over; of a plain model this process alone."""
+    units = units_of(model)
     meshes = [unit.mesh for unit in units]
     meshes += [p.cut.parallel.rest for unit in units for p in unit.parameters if p.cut.parallel is not None]
-    return max(meshes, key=lambda mesh: mesh.size(), default=None)  # type: ignore[no-any-return]
+    return RankGroup.of_mesh(max(meshes, key=lambda mesh: mesh.size(), default=None))
 
 
 def tensors_of(model: nn.Module) -> list[ModelTensor]:
-    """The model's parameters and buffers in the order of its modules, tied ones once."""
+    """Return the model's parameters and buffers in the order of its modules, tied ones once."""
     entries: dict[int, ModelTensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         tables: tuple[tuple[dict[str, Any], bool], ...] = (module._parameters, False), (module._buffers, True)
@@ -99,22 +119,6 @@ def at_rest(units: list[Unit], doing: str) -> None:
         settle(unit)
 
 
-def boxes_of(entry: ModelTensor) -> list[Box]:
-    """The boxes that this rank has; on meta if the tensor has no memory yet."""
-    tensor = entry.tensor
-    if entry.unit is not None:
-        managed = entry.unit.managed(tensor)
-        return [Box(*piece) for piece in managed.cut.pieces(managed.local)]
-    if isinstance(tensor, (DTensor, RaggedTensor)):
-        raise NotImplementedError(
-            f"{entry.name!r} is a {type(tensor).__name__} that belongs to no unit of fully_shard; pretrained weights "
-            "load only into plain tensors and into parameters of units"
-        )
-    if has_no_values(tensor):
-        return [Box((0,) * tensor.ndim, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))]
-    return [Box((0,) * tensor.ndim, tensor.detach())]
-
-
 def mark_loaded(entry: ModelTensor) -> None:
     """Report new values to the unit, also on a rank without elements of them."""
     if entry.unit is not None:
@@ -131,7 +135,7 @@ def allocate(entry: ModelTensor, device: torch.device) -> ModelTensor:
 
 
 def aliases_of(model: nn.Module, tensors: list[ModelTensor]) -> dict[str, str]:
-    """For tensors without values that no unit owns: the name of another tensor over the same memory."""
+    """Return, by the name of each tensor without values that no unit owns, the name of another one over its memory."""
     unset = [entry for entry in tensors if entry.unit is None and not entry.has_values]
     own = {id(entry.tensor) for entry in tensors}
     viewers = [(entry.name, entry.tensor) for entry in unset]
@@ -148,8 +152,3 @@ def aliases_of(model: nn.Module, tensors: list[ModelTensor]) -> dict[str, str]:
         if len(names) > 1
         for name in names
     }
-
-
-def same_bits(one: Tensor, two: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal, NaNs and the signs of zeros included."""
-    return torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))

@@ -25,10 +25,12 @@ from shardwright.checkpoint.pretrained.files import (
 )
 from shardwright.checkpoint.pretrained.folder import ModelFolder
 from shardwright.checkpoint.pretrained.key_maps import KeyMap
-from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
+from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, ranks_of
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
 from shardwright.checkpoint.storage.publishing import publish
-from shardwright.engine import OtherRankFailed, RankGroup, heartbeat, units_of, whole_of
+from shardwright.engine import OtherRankFailed, heartbeat, units_of, whole_of
+
+ReadTensors = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
 
 def save_pretrained(
@@ -95,15 +97,24 @@ def write_model(
     dtype: torch.dtype | None,
     config: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    copies: Mapping[str, str] | None = None,
     add_files: Callable[[Path], None] | None = None,
 ) -> None:
-    """:func:`save_pretrained`. ``add_files`` changes the files in the folder on the first rank, before its rename."""
-    units = units_of(model)
-    at_rest(units, "save_pretrained was called")
+    """Write a model as :func:`save_pretrained` does, whose arguments these are, with two more.
+
+    Args:
+        copies: further keys, and for each the key whose tensor is stored under it once more.
+        add_files: changes the files in the folder on the first rank, before the folder gets its name.
+    """
+    at_rest(units_of(model), "save_pretrained was called")
     limit = bytes_of(max_shard_size, "max_shard_size")
-    ranks = RankGroup.of_mesh(mesh_of(units))
+    ranks = ranks_of(model)
     plan, place, left = ranks.run_own(
-        lambda: (_plan(model, key_map, dtype, limit), ModelFolder.at(path), _extra_states(model)),
+        lambda: (
+            _plan(model, key_map, dtype, limit, copies or {}),
+            ModelFolder.at(path),
+            _extra_states(model),
+        ),
         others_raise=OtherRankFailed,
     )
     writes = ranks.is_first
@@ -138,7 +149,7 @@ def write_model(
 def write_stored_model(
     path: Path,
     stored: StoredModel,
-    read: Callable[[list[ModelTensor]], dict[str, Tensor]],
+    read: ReadTensors,
     *,
     max_shard_size: int | str = "5 GB",
     config: Mapping[str, Any] | None = None,
@@ -149,7 +160,7 @@ def write_stored_model(
     Args:
         path: the new folder.
         stored: the stored tensors; the model may be on the meta device.
-        read: the whole tensors of a group of them by name. Called once for each group.
+        read: returns whole tensors by name, from some of the model's tensors by name. Each comes in one call.
         max_shard_size, config: as for :func:`save_pretrained`.
         add_files: writes more files into the folder, before it gets its name.
 
@@ -160,22 +171,25 @@ def write_stored_model(
     with _FolderWriter(ModelFolder.at(path), plan, overwrite=False) as writer:
         writer.begin()
         for group in stored.groups:
-            writer.write(group, read(group))
+            writer.write(group, read(_by_name(group)))
         writer.finish(config, add_files)
 
 
-def write_stored_file(
-    file: Path, stored: StoredModel, read: Callable[[list[ModelTensor]], dict[str, Tensor]]
-) -> None:
+def write_stored_file(file: Path, stored: StoredModel, read: ReadTensors) -> None:
     """Write stored tensors into one new safetensors file, which is on disk then. Raises OSError."""
     with closing(SafetensorsFile(file, stored.keys)) as target:
         for group in stored.groups:
-            for key, tensor in stored.stored_tensors(group, read(group)):
+            for key, tensor in stored.stored_tensors(group, read(_by_name(group))):
                 target.write(key, tensor)
 
 
+def _by_name(group: list[ModelTensor]) -> dict[str, Tensor]:
+    return {entry.name: entry.tensor for entry in group}
+
+
 def _extra_states(model: nn.Module) -> list[str]:
-    """The names of modules whose extra state says something: None and empty tensors, as of fp8 that is off, do not."""
+    """Return the names of modules whose extra state says something: None and empty tensors, as of fp8 that is off, do
+    not."""
     states = {
         name: module.get_extra_state()
         for name, module in model.named_modules()
@@ -203,13 +217,20 @@ class _FilePlan:
     files: dict[str, list[str]]
 
 
-def _plan(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None, limit: int) -> _FilePlan:
+def _plan(
+    model: nn.Module,
+    key_map: KeyMap | None,
+    dtype: torch.dtype | None,
+    limit: int,
+    copies: Mapping[str, str],
+) -> _FilePlan:
     stored = stored_model_of(model, key_map, dtype)
+    stored.add_copies(copies)
     return _FilePlan(stored, _files(stored, limit))
 
 
 def _files(stored: StoredModel, limit: int) -> dict[str, list[str]]:
-    """The keys of each file, in their order, as many as fit."""
+    """Return the keys of each file, in the order of the model. A file has as many as fit into ``limit`` bytes."""
     files: list[list[str]] = [[]]
     size = 0
     for key in stored.keys:
@@ -245,7 +266,7 @@ class _FolderWriter:
         for name, keys in self._plan.files.items():
             self._open[name] = SafetensorsFile(self._folder / name, {key: stored.keys[key] for key in keys})
 
-    def write(self, group: list[ModelTensor], whole: dict[str, Tensor]) -> None:
+    def write(self, group: list[ModelTensor], whole: Mapping[str, Tensor]) -> None:
         """Write all stored tensors that these tensors of the model form."""
         for key, tensor in self._plan.stored.stored_tensors(group, whole):
             self._open[self._file_of[key]].write(key, tensor)

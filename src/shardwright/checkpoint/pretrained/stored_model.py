@@ -6,7 +6,7 @@ The plan needs only shapes. ``save_pretrained`` writes stored tensors to files a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def bytes_of(size: int | str, argument: str) -> int:
-    """A number of bytes from a number or a text such as "5 GB" or "512 MiB"; ``argument`` is its name.
+    """Return a number of bytes from a number or a text such as "5 GB" or "512 MiB"; ``argument`` is its name.
 
     Raises:
         ValueError: it is neither.
@@ -44,15 +44,22 @@ class StoredModel:
         dtype: the dtype of floating-point stored tensors; None: as the model has them.
         groups: tensors of the model that form the same stored tensors; mostly one.
         keys: shape and dtype by stored key.
+        copies: further keys, and for each the key whose tensor is stored under it once more.
     """
 
     key_map: KeyMap | None
     dtype: torch.dtype | None
     groups: list[list[ModelTensor]] = field(default_factory=list)
     keys: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
+
+    def add_copies(self, copies: Mapping[str, str]) -> None:
+        """Store tensors under further keys, too, for readers that do not know which ones are tied."""
+        self.copies |= copies
+        self.keys |= {further: self.keys[key] for further, key in copies.items()}
 
     def pieces(self, entry: ModelTensor, tensor: Tensor) -> list[Piece]:
-        """The pieces of stored tensors that come from this tensor of the model, as views of ``tensor``."""
+        """Return the pieces of stored tensors that come from this tensor of the model, as views of ``tensor``."""
         source = source_of(self.key_map, entry.name)
         return [] if source is None else list(pieces_of(source, tensor))
 
@@ -68,23 +75,23 @@ class StoredModel:
         return sum(map(self.nbytes, self.keys))
 
     def main_dtype(self) -> str:
-        """The dtype of most elements, as config.json names it."""
+        """Return the dtype of most elements, as config.json names it."""
         sizes: dict[torch.dtype, int] = {}
         for shape, dtype in self.keys.values():
             sizes[dtype] = sizes.get(dtype, 0) + shape.numel()
         return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
 
     def keys_of(self, group: list[ModelTensor]) -> list[str]:
-        """The keys of the stored tensors that a group forms."""
+        """Return the keys of the stored tensors that a group forms."""
         shapes = ((entry, torch.empty(entry.tensor.shape, device="meta")) for entry in group)
         return list(
             dict.fromkeys(piece.key for entry, shape in shapes for piece in self.pieces(entry, shape))
         )
 
     def stored_tensors(
-        self, group: list[ModelTensor], whole: dict[str, Tensor]
+        self, group: list[ModelTensor], whole: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The stored tensors of a group, one after another, from its whole tensors by name.
+        """Yield the stored tensors of a group, one after another, from its whole tensors by name.
 
         Views where no pieces must be joined. A floating-point tensor of another dtype than its stored form is
         converted.
@@ -94,7 +101,9 @@ class StoredModel:
             for piece in self.pieces(entry, whole[entry.name]):
                 pieces.setdefault(piece.key, []).append(piece)
         for key, of_key in pieces.items():
-            yield key, _joined(of_key).to(self.keys[key][1])
+            stored = _joined(of_key).to(self.keys[key][1])
+            for name in (key, *(further for further, first in self.copies.items() if first == key)):
+                yield name, stored
 
 
 def _joined(pieces: list[Piece]) -> Tensor:
@@ -104,18 +113,31 @@ def _joined(pieces: list[Piece]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
-def stored_model_of(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredModel:
-    """A model as it is stored. Without a key map, a transformers model has its stored names.
+def stored_model_of(
+    model: nn.Module,
+    key_map: KeyMap | None,
+    dtype: torch.dtype | None,
+    *,
+    with_values: bool = True,
+    keeps: Callable[[str], bool] = lambda name: True,
+) -> StoredModel:
+    """Return a model as it is stored. Without a key map, a transformers model has its stored names.
+
+    Args:
+        model: its parameters and persistent buffers are stored.
+        key_map, dtype: as for ``save_pretrained``.
+        with_values: whether a tensor without values is an error.
+        keeps: says by name which tensors are stored.
 
     Raises:
         ValueError: as :func:`stored_model` and ``conversions.stored_key_map``.
     """
-    tensors = tensors_of(model)
+    tensors = [each for each in tensors_of(model) if keeps(each.name)]
     if key_map is None:
         key_map = stored_key_map(
             model, {each.name: each.tensor.shape for each in tensors if not each.optional}
         )
-    return stored_model(tensors, key_map, dtype)
+    return stored_model(tensors, key_map, dtype, with_values)
 
 
 def stored_model(
@@ -169,7 +191,7 @@ def _join(groups: list[list[ModelTensor]], entry: ModelTensor, others: list[Mode
 
 
 def _shape_of(key: str, own_pieces: list[tuple[ModelTensor, Piece]]) -> tuple[torch.Size, torch.dtype]:
-    """The shape and dtype of the stored tensor that these form."""
+    """Return the shape and dtype of the stored tensor that these form."""
     names = abbreviated([repr(entry.name) for entry, _ in own_pieces], 6)
     tensors = [piece.tensor for _, piece in own_pieces]
     first = tensors[0]

@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
-from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.load.checkpoints import check_whole, unfinished_checkpoint
 from shardwright.checkpoint.load.reading import check_lengths, check_ranges
 from shardwright.checkpoint.save.plan import SavePlan
@@ -24,6 +23,7 @@ from shardwright.checkpoint.storage.locations import Location, store_of
 from shardwright.checkpoint.storage.publishing import publish
 from shardwright.checkpoint.storage.save_names import file_of_rank, files_of_save
 from shardwright.checkpoint.storage.stores import Files, UnfinishedSave, unless_removed
+from shardwright.checkpoint.storage.threads import Progress, ignore
 from shardwright.common.errors import Damaged
 from shardwright.engine import RankGroup, heartbeat
 
@@ -42,9 +42,16 @@ def write_state(
 ) -> None:
     """Write a checkpoint of a nested state. Every rank must call it.
 
-    With ``verified`` all that was written is read back and compared with its digests, each rank's file by that rank,
-    before the checkpoint appears, and before anything that it replaces is touched.
-    ``notes`` are texts for ``Index.about``, beside the versions of libraries. ``shared``: see :meth:`SavePlan.of`.
+    Args:
+        path: the folder, the URL or the store.
+        state: dicts and lists of tensors and plain values, of this rank.
+        ranks: those that have the state.
+        overwrite: replace a checkpoint at the same place.
+        verified: let each rank read its file back and compare it with the digests. The checkpoint appears only after
+            that, and what it replaces stays until then.
+        notes: texts to store in ``Index.about``, beside the versions of libraries.
+        shared: the first keys below which all ranks have equal tensors, see :meth:`SavePlan.of`.
+        progress: gets the number of bytes as they are written.
 
     Raises:
         ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.

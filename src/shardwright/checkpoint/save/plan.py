@@ -90,15 +90,18 @@ class _StateOfRank:
 
 
 def _as_read(name: str, stored: StoredValue) -> StoredValue:
-    """A value as a reader of the index gets it. So torch's reader gets the same, in the same bytes, whatever objects
-    are one object here."""
+    """Return a value as a reader of the index gets it.
+
+    So torch's reader gets the same, in the same bytes, whatever objects are one object here.
+    """
     return StoredValue(stored.path, decoded(json.loads(json.dumps(encoded(stored.value, name)))))
 
 
 def _agreed(
     everyones: Sequence[tuple[dict[str, TensorForm], list[BoxKey], set[str]]],
 ) -> tuple[dict[str, TensorForm], list[list[BoxKey]]]:
-    """The forms of all tensors, and the boxes that each rank writes, from forms, boxes and ``of_first`` of each rank.
+    """Return the forms of all tensors, and the boxes that each rank writes, from forms, boxes and ``of_first`` of each
+    rank.
 
     Raises:
         ValueError: the ranks' forms differ, or their boxes do not make up a tensor.
@@ -120,7 +123,7 @@ def _agreed_forms(everyones: list[dict[str, TensorForm]]) -> dict[str, TensorFor
 
 
 def _is_first_ranks(each: StateTensor, shared: Container[str]) -> bool:
-    """Whether the first rank that has a tensor writes it, since others may have other values: buffers, say."""
+    """Return whether the first rank that has a tensor writes it, since others may have other values: buffers, say."""
     if type(each.tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return False  # it says which part of it each rank has
     return each.path[0] not in shared or each.tensor.nbytes <= _SMALL
@@ -129,7 +132,7 @@ def _is_first_ranks(each: StateTensor, shared: Container[str]) -> bool:
 def _shares(
     forms: Mapping[str, TensorForm], everyones: list[list[BoxKey]], of_first: Container[str]
 ) -> list[list[BoxKey]]:
-    """The boxes that each rank writes: each box once, about the same number of bytes by each rank.
+    """Return the boxes that each rank writes: each box once, about the same number of bytes by each rank.
 
     The first rank that has a box of a tensor in ``of_first`` writes it.
     """

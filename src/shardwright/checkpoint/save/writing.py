@@ -31,9 +31,8 @@ from shardwright.checkpoint.format.index import (
     parse_index,
 )
 from shardwright.checkpoint.format.names import INDEX, METADATA, VALUES, VALUES_FOR_TORCH
-from shardwright.checkpoint.format.progress import Progress, ignore
 from shardwright.checkpoint.storage.stores import UnfinishedSave, Writer
-from shardwright.checkpoint.storage.threads import in_threads, wait_for_devices
+from shardwright.checkpoint.storage.threads import Progress, ignore, in_threads, wait_for_devices
 from shardwright.common.errors import Damaged
 from shardwright.common.package import __version__
 from shardwright.engine.compat import flatten_state_dict, storage_info
@@ -194,7 +193,7 @@ def write_descriptions(
 
 
 def _as_torch_flattens(values: Mapping[str, StoredValue]) -> dict[str, tuple[tuple[str | int, ...], Any]]:
-    """Each value under the names under which torch's distributed checkpoint looks for it."""
+    """Return each value under the names under which torch's distributed checkpoint looks for it."""
     flat: dict[str, tuple[tuple[str | int, ...], Any]] = {}
     for name, stored in values.items():
         prefix = _steps(stored.path)
@@ -222,7 +221,7 @@ def _pickled_values(flat: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, tupl
 
 
 def _plain(value: Any) -> Any:
-    """Without classes of other libraries, which torch's reader would have to import."""
+    """Return a value without classes of other libraries, which torch's reader would have to import."""
     if isinstance(value, torch.Size):
         return value
     if isinstance(value, (list, tuple)):
@@ -239,7 +238,7 @@ def _metadata(
     places: Mapping[str, tuple[int, int]],
     values_file: str,
 ) -> bytes:
-    """The pickle that torch's own writer would leave for these chunks."""
+    """Return the pickle that torch's own writer would leave for these chunks."""
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -277,5 +276,5 @@ def _metadata(
 
 
 def versions() -> dict[str, str]:
-    """The versions of the libraries that write a checkpoint."""
+    """Return the versions of the libraries that write a checkpoint."""
     return {"shardwright": __version__, "torch": re.sub(r"\+.*", "", torch.__version__)}

@@ -29,20 +29,20 @@ _AT_FDCWD, _EXCHANGE = -100, 2
 
 
 class LocalPlace(LocalFiles, ABC):
-    """A name in a folder under which a save puts what it has written. A subclass says what it is a place of."""
+    """A path at which a save puts what it has written. A subclass says what may be there and be replaced."""
 
     @abstractmethod
     def check_free(self, overwrite: bool) -> None:
         """Raise FileExistsError if something is here that is not to be overwritten."""
 
     def may_be_replaced(self, path: Path) -> bool:
-        """Whether a checkpoint is at a path: a folder, or a file of ``torch.save``. A link is none."""
+        """Return whether a checkpoint is at a path: a folder, or a file of ``torch.save``. A link is none."""
         return not path.is_symlink() and (
             has_description(path) or (path.is_file() and zipfile.is_zipfile(path))
         )
 
     def recover(self) -> None:
-        """Finish what a crash has interrupted: what was being replaced gets its name back."""
+        """Finish what a crash has interrupted: give a folder that was being replaced its name back."""
         old = _old(self.path)
         if os.path.lexists(self.path) or not self.may_be_replaced(old):
             return
@@ -98,7 +98,7 @@ class LocalStore(LocalPlace):
         return "this is a file, and not the folder of a checkpoint"
 
     def _near(self) -> str:
-        """A checkpoint beside a missing one, or the folder in which a relative path was looked for."""
+        """Return a checkpoint beside a missing one, or the folder in which a relative path was looked for."""
         folder = self.path.parent
         names = sorted(os.listdir(folder), key=lambda name: (len(name), name)) if folder.is_dir() else []
         beside = next((name for name in reversed(names) if has_description(folder / name)), None)
@@ -183,7 +183,7 @@ class LocalStore(LocalPlace):
             raise PermissionError(f"{self.path} cannot be written: this process may not write in {there}")
 
     def remove_unfinished(self) -> None:
-        """As far as that is possible."""
+        """Remove what killed saves have left here, as far as that is possible."""
         with contextlib.suppress(OSError):
             for left in self.path.glob(".*.partial"):
                 if left.is_dir():
@@ -372,12 +372,12 @@ class SingleFileSave(LocalPartial):
 
 
 def partial_folder(path: Path, attempt: str) -> Path:
-    """The folder in which a save to a path writes."""
+    """Return the folder in which a save to a path writes."""
     return path.parent / f".{path.name}.{attempt}.partial"
 
 
 def _old(path: Path) -> Path:
-    """The name of what a save to a path replaces, for a moment."""
+    """Return the name of what a save to a path replaces, for a moment."""
     return path.parent / f".{path.name}.old"
 
 
@@ -424,7 +424,7 @@ def _remove(path: Path) -> None:
 
 
 def _may_be(path: Path) -> bool:
-    """Whether a path may be a checkpoint. Unfinished saves are hidden."""
+    """Return whether a path may be a checkpoint. Unfinished saves are hidden."""
     if path.name.startswith(".") or not path.is_dir():
         return False
     try:
@@ -435,5 +435,5 @@ def _may_be(path: Path) -> bool:
 
 
 def has_description(path: Path) -> bool:
-    """Whether this is a folder with a file that describes a checkpoint, by us or by torch. It may be damaged."""
+    """Return whether this is a folder with a file that describes a checkpoint, by us or by torch. It may be damaged."""
     return any((path / name).is_file() for name in (INDEX, METADATA))

@@ -10,14 +10,15 @@ import contextlib
 from collections.abc import Iterable
 
 from shardwright.checkpoint.format.names import INDEX, METADATA
-from shardwright.checkpoint.storage.file_systems import (
+from shardwright.checkpoint.storage.object_files import (
+    ObjectFiles,
     ObjectsBelow,
+    ObjectWriter,
     causes_of,
     in_one_line,
     promptly,
     write_new,
 )
-from shardwright.checkpoint.storage.object_files import ObjectFiles, ObjectWriter
 from shardwright.checkpoint.storage.save_names import (
     MARK,
     is_mark,

@@ -17,22 +17,22 @@ _ATTEMPT = re.compile(r"\.[0-9a-f]{16}(?=\.[a-z]+$)")
 
 
 def file_of_rank(rank: int) -> str:
-    """The name of a rank's file, as torch's distributed checkpoint names it."""
+    """Return the name of a rank's file, as torch's distributed checkpoint names it."""
     return _PARTS.format(rank)
 
 
 def note_of_rank(rank: int) -> str:
-    """The name of the note that the writer process of a rank leaves for the first rank's."""
+    """Return the name of the note that the writer process of a rank leaves for the first rank's."""
     return _NOTE.format(rank)
 
 
 def files_of_save(ranks: int) -> list[str]:
-    """The files of a save by ``ranks`` ranks, without the file for torch's reader."""
+    """Return the files of a save by ``ranks`` ranks, without the file for torch's reader."""
     return [*map(file_of_rank, range(ranks)), VALUES, INDEX]
 
 
 def with_attempt(name: str, attempt: str | None) -> str:
-    """The name of an object of a save. Torch's reader looks for ``.metadata`` under this name."""
+    """Return the name of an object of a save. Torch's reader looks for ``.metadata`` under this name."""
     if name == METADATA:
         return name
     stem, dot, suffix = name.rpartition(".")
@@ -40,12 +40,12 @@ def with_attempt(name: str, attempt: str | None) -> str:
 
 
 def is_mark(name: str) -> bool:
-    """Whether an object says that a save has begun."""
+    """Return whether an object says that a save has begun."""
     return _ATTEMPT.sub("", name) == MARK
 
 
 def is_of_checkpoint(name: str) -> bool:
-    """Whether a save may have written this file, in a folder or behind a URL."""
+    """Return whether a save may have written this file, in a folder or behind a URL."""
     plain = _ATTEMPT.sub("", name)
     return (
         plain in (INDEX, METADATA, VALUES, VALUES_FOR_TORCH, MARK) or _NUMBERED.fullmatch(plain) is not None
@@ -53,10 +53,10 @@ def is_of_checkpoint(name: str) -> bool:
 
 
 def may_be_checkpoint(names: Collection[str]) -> bool:
-    """Whether a folder with these files may be a checkpoint: it has a file of one, or has lost all of them."""
+    """Return whether a folder with these files may be a checkpoint: it has a file of one, or has lost all of them."""
     return not names or any(map(is_of_checkpoint, names))
 
 
 def is_of_save_at_url(name: str) -> bool:
-    """Whether a save behind a URL may have written this object."""
+    """Return whether a save behind a URL may have written this object."""
     return name in (INDEX, METADATA) or (_ATTEMPT.search(name) is not None and is_of_checkpoint(name))

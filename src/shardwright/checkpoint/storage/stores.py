@@ -62,16 +62,17 @@ class Files(Protocol):
         """Whether a look at them costs nothing, and shows at once what another process writes: they are in a folder."""
 
     def size(self, name: str) -> int:
-        """Bytes of a file. Raises Damaged if it is missing or no file; OSError if the store does not answer."""
+        """Return the bytes of a file. Raises Damaged if it is missing or no file; OSError if the store does
+        not answer."""
 
     def read(self, name: str) -> bytes:
-        """All of a small file. Raises as :meth:`size`."""
+        """Return all of a small file. Raises as :meth:`size`."""
 
     def open(self, name: str) -> Reader:
         """Open a file for reading. Raises as :meth:`size`."""
 
     def identity(self, name: str) -> Hashable | None:
-        """A value that changes when another file gets this name; None where two saves never use the same name.
+        """Return a value that changes when another file gets this name; None where two saves never use the same name.
 
         Raises OSError if the file is missing.
         """
@@ -100,7 +101,7 @@ class Store(Files, Protocol):
         """Whether a save with ``overwrite`` replaces a whole checkpoint."""
 
     def description_name(self) -> str:
-        """The name of the file that describes the checkpoint.
+        """Return the name of the file that describes the checkpoint.
 
         Raises:
             FileNotFoundError, Damaged: there is no whole checkpoint.
@@ -111,7 +112,7 @@ class Store(Files, Protocol):
         """Its files, to read. In a local folder `links` are followed."""
 
     def unfinished(self, attempt: str | None = None) -> UnfinishedSave:
-        """The save to this place that has this identity; by default a new one. Nothing is written yet."""
+        """Return the save to this place that has this identity; by default a new one. Nothing is written yet."""
 
     def check_removable(self) -> None:
         """Raise FileNotFoundError or FileExistsError if no checkpoint is here, as far as a look costs nothing."""
@@ -120,7 +121,7 @@ class Store(Files, Protocol):
         """Remove the checkpoint, whole or not. A name that is gone has no part of it. Raises OSError."""
 
     def children(self, recovers: bool) -> list[str]:
-        """The names of what is here and may be a checkpoint, whole or not, in no order.
+        """Return the names of what is here and may be a checkpoint, whole or not, in no order.
 
         If it ``recovers``, a checkpoint that was being replaced when a process ended gets its name back, where that is
         possible. Raises OSError if the store does not answer.
@@ -164,14 +165,14 @@ class Publication(Protocol):
         """Remove what was written, as far as that is possible. ``names`` are files that it may have."""
 
     def is_removed(self) -> bool:
-        """Whether it is not there any more. Another save to the same place may remove it."""
+        """Return whether it is not there any more. Another save to the same place may remove it."""
 
 
 class UnfinishedSave(Publication, Files, Protocol):
     """A save to a store, whose files several processes write."""
 
     def stored_name(self, name: str) -> str:
-        """The name under which a file is stored: no other save to the same place writes it."""
+        """Return the name under which a file is stored: no other save to the same place writes it."""
 
     def create(self, name: str) -> Writer:
         """Begin a file, under exactly this name. Raises OSError; FileExistsError if it is there."""
@@ -183,7 +184,10 @@ class UnfinishedSave(Publication, Files, Protocol):
         """Remove a file. Raises OSError."""
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of the files that are here, by name. A file may be missing until it is complete. Raises OSError."""
+        """Return the bytes of the files that are here, by name.
+
+        A file may be missing until it is complete. Raises OSError.
+        """
 
 
 @contextmanager
@@ -201,5 +205,5 @@ def unless_removed(save: Publication) -> Iterator[None]:
 
 
 def new_attempt() -> str:
-    """The identity of one save: no two saves have the same."""
+    """Return the identity of one save: no two saves have the same."""
     return uuid.uuid4().hex[:16]

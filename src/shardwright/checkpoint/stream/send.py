@@ -16,14 +16,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.pretrained.files import abbreviated
 from shardwright.checkpoint.pretrained.key_maps import KeyMap
-from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, mesh_of
+from shardwright.checkpoint.pretrained.model import ModelTensor, at_rest, ranks_of
 from shardwright.checkpoint.pretrained.stored_model import StoredModel, bytes_of, stored_model_of
-from shardwright.checkpoint.stream.transport import BucketSink, Header, Here, Nowhere, ToGroup, ToSharedMemory
+from shardwright.checkpoint.stream.transport import BucketSink, Header, Here, ToGroup, ToSharedMemory
 from shardwright.engine import (
     OtherRankFailed,
     RaggedTensor,
@@ -106,8 +105,7 @@ def stream_weights(
         TimeoutError: too few consumers came.
     """
     units = units_of(model)
-    mesh = mesh_of(units)
-    ranks = RankGroup.of_mesh(mesh)
+    ranks = ranks_of(model)
     _refuse_in_use(units)
     limit = bytes_of(bucket_bytes, "bucket_bytes")
     patterns = [names] if isinstance(names, str) else None if names is None else list(names)
@@ -120,7 +118,7 @@ def stream_weights(
     sink = ranks.run_own(
         lambda: _sink(ranks.is_first, to, group, share, consumers, timeout), others_raise=OtherRankFailed
     )
-    return _stream(plan, units, mesh, sink, sends)
+    return _stream(plan, units, ranks, sink, sends)
 
 
 def _refuse_different_calls(ranks: RankGroup, call: tuple[object, ...]) -> None:
@@ -138,18 +136,18 @@ def _refuse_different_calls(ranks: RankGroup, call: tuple[object, ...]) -> None:
 def _sink(
     first: bool, to: str | None, group: Any, share: str | None, consumers: int, timeout: float
 ) -> BucketSink:
-    """The place for this rank's buckets. ``first``: whether this is the mesh's first rank. Raises ValueError."""
+    """Return the place for this rank's buckets. ``first``: whether this is the mesh's first rank. Raises ValueError."""
     if to not in (None, "all", "first"):
         raise ValueError(f'to must be "all" or "first", got {to!r}')
     if group is not None and share is not None:
         raise ValueError("pass group or share, not both")
     if group is None and share is None:
-        return Nowhere() if to == "first" and not first else Here()
+        return BucketSink() if to == "first" and not first else Here()
     if to == "all":
         raise ValueError('with group or share the consumers get the tensors; do not pass to="all"')
     _check_group(group, first)
     if not first:
-        return Nowhere()
+        return BucketSink()
     return ToGroup(group) if group is not None else ToSharedMemory(share or "", consumers, timeout)
 
 
@@ -244,7 +242,7 @@ def _nbytes(entry: ModelTensor, stored: StoredModel) -> int:
 
 
 def _gathering(entry: ModelTensor, stored: StoredModel) -> int:
-    """At most this many bytes are needed while a tensor is gathered, its result included. Equal on all ranks."""
+    """Return the most bytes that a tensor takes while it is gathered, its result included. Equal on all ranks."""
     tensor, itemsize = entry.tensor, stored.stored_dtype(entry.tensor).itemsize
     size = tensor.numel() * itemsize
     if isinstance(tensor, RaggedTensor):
@@ -270,7 +268,7 @@ def _gathering(entry: ModelTensor, stored: StoredModel) -> int:
 
 
 def _state(entry: ModelTensor) -> tuple[int, int]:
-    """A value that changes with the tensor's values, its memory or its place."""
+    """Return a value that changes with the tensor's values, its memory or its place."""
     module, name = entry.slots[0]
     now = module._parameters.get(name, module._buffers.get(name))
     local = local_of(now) if isinstance(now, (DTensor, RaggedTensor)) else now
@@ -291,20 +289,20 @@ def _refuse_in_use(units: list[Unit]) -> None:
 
 
 def _stream(
-    plan: _BucketPlan, units: list[Unit], mesh: DeviceMesh | None, sink: BucketSink, sends: bool
+    plan: _BucketPlan, units: list[Unit], ranks: RankGroup, sink: BucketSink, sends: bool
 ) -> Iterator[dict[str, Tensor]]:
     count = len(plan.buckets)
     sent, stopped = 0, "the loop over stream_weights ended early"
     try:
         for number in range(count):
-            _meet(plan, units, mesh, number)
+            _meet(plan, units, ranks, number)
             bucket, error = _bucket(plan, number, sink)
             if sends or error is not None:
-                RankGroup.of_mesh(mesh if sends else None).stop_after(error)
+                (ranks if sends else RankGroup(alone=True)).stop_after(error)
             sent += 1
             yield bucket
             bucket.clear()
-        _meet(plan, units, mesh, count)
+        _meet(plan, units, ranks, count)
         stopped = ""
     except Exception as failure:
         stopped = f"{type(failure).__name__}: {failure}"
@@ -317,7 +315,7 @@ def _stream(
             sink.close(Header(count, count))
 
 
-def _meet(plan: _BucketPlan, units: list[Unit], mesh: DeviceMesh | None, number: int) -> None:
+def _meet(plan: _BucketPlan, units: list[Unit], ranks: RankGroup, number: int) -> None:
     """Raise on every rank if a rank has changed weights or uses the model."""
     agree_to_gather(units)
 
@@ -331,7 +329,7 @@ def _meet(plan: _BucketPlan, units: list[Unit], mesh: DeviceMesh | None, number:
                 "stream or after it."
             )
 
-    RankGroup.of_mesh(mesh).run_own(check, others_raise=OtherRankFailed)
+    ranks.run_own(check, others_raise=OtherRankFailed)
 
 
 @torch.inference_mode(False)
@@ -362,7 +360,7 @@ def _bucket(plan: _BucketPlan, number: int, sink: BucketSink) -> tuple[dict[str,
 
 
 def _whole(entry: ModelTensor, stored: StoredModel) -> Tensor:
-    """A whole tensor in memory of its own and in its stored dtype. Every rank must call it."""
+    """Return a whole tensor in memory of its own and in its stored dtype. Every rank must call it."""
     tensor = entry.tensor.detach()
     own = local_of(tensor) if isinstance(tensor, (DTensor, RaggedTensor)) else tensor
     if type(own) is Tensor:

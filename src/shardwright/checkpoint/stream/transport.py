@@ -1,6 +1,6 @@
 """Ways of buckets of weights to their readers: this process, other ranks of a group, processes of the same host.
 
-The sending side has one protocol, :class:`BucketSink`. A bucket begins with a header (JSON: keys, dtypes, shapes).
+The sending side is a :class:`BucketSink`. A bucket begins with a header (JSON: keys, dtypes, shapes).
 Nothing is unpickled. Shared memory is an anonymous file (``memfd``), whose descriptor travels over a Unix socket in
 Linux's abstract namespace. Neither has a name in a file system, so nothing is left when processes are killed. This file
 knows no models.
@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ class Header:
         return cls(number, count, own, stopped)
 
     def places(self) -> tuple[list[int], int]:
-        """The first byte of each tensor in shared memory, and the bytes of all of them."""
+        """Return the first byte of each tensor in shared memory, and the bytes of all of them."""
         starts, end = [], 0
         for _, dtype, shape in self.tensors:
             starts.append(end)
@@ -72,8 +72,8 @@ class Header:
         return starts, end
 
 
-class BucketSink(Protocol):
-    """A place for buckets, on one rank of the training job."""
+class BucketSink:
+    """The place of one rank's buckets. This class itself is for a rank whose caller gets no tensors."""
 
     def begin(self, header: Header) -> None:
         """Start a bucket."""
@@ -82,13 +82,14 @@ class BucketSink(Protocol):
         """Add the bucket's next tensor, in the order of the header."""
 
     def end(self) -> dict[str, Tensor]:
-        """Finish the bucket; returns what this rank's caller gets."""
+        """Finish the bucket, and return what this rank's caller gets."""
+        return {}
 
     def close(self, header: Header) -> None:
         """End the stream, early or not."""
 
 
-class Here:
+class Here(BucketSink):
     """Tensors for the caller of this rank."""
 
     def begin(self, header: Header) -> None:
@@ -105,33 +106,17 @@ class Here:
         self._bucket = {}
 
 
-class Nowhere:
-    """A rank whose caller gets no tensors."""
-
-    def begin(self, header: Header) -> None:
-        pass
-
-    def put(self, key: str, tensor: Tensor) -> None:
-        pass
-
-    def end(self) -> dict[str, Tensor]:
-        return {}
-
-    def close(self, header: Header) -> None:
-        pass
-
-
 # -- another process group ---------------------------------------------------------------------------------------------
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """The device on which a group communicates."""
+    """Return the device on which a group communicates."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-class ToGroup:
+class ToGroup(BucketSink):
     """Broadcasts from this rank to the others of a group, tensor by tensor."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -213,7 +198,7 @@ class FromGroup:
 
 
 def _address(name: str) -> str:
-    """An address in the abstract namespace: it exists as long as the socket, and has no file."""
+    """Return an address in the abstract namespace: it exists as long as the socket, and has no file."""
     if not sys.platform.startswith("linux"):
         raise NotImplementedError(
             f"shared memory needs Linux's anonymous files; this is {sys.platform}. Pass a process group instead."
@@ -244,14 +229,14 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 @contextlib.contextmanager
 def _connected() -> Iterator[None]:
-    """Say what it means if the connection breaks."""
+    """Turn the error of a broken connection into one that says what it means."""
     try:
         yield
     except ConnectionError as error:
         raise ConnectionError("the process at the other end has ended") from error
 
 
-class ToSharedMemory:
+class ToSharedMemory(BucketSink):
     """Copies buckets into shared memory, for processes of this host that open it by its name.
 
     A bucket has memory of its own. Its size in memory ends when every process that has it has dropped it or ended.

@@ -17,7 +17,7 @@ from shardwright.engine import RankGroup
 
 
 def place_of(path: Location, ranks: RankGroup) -> Store:
-    """The place of a checkpoint. Every rank must call it. Raises TypeError or ValueError on every rank."""
+    """Return the place of a checkpoint. Every rank must call it. Raises TypeError or ValueError on every rank."""
     return ranks.run_own(lambda: store_of(path))
 
 
@@ -43,13 +43,13 @@ def refuse_sharded_optimizers(extra: Mapping[str, Any]) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """An error in one short line."""
+    """Return an error in one short line."""
     line = (str(error).splitlines() or [""])[0][:200]
     return f"{type(error).__name__}: {line}"
 
 
 def summary(optimizers: Sequence[Optimizer], extra: Mapping[str, Any], generators: bool) -> tuple[Any, ...]:
-    """The arguments in plain values, for :func:`check_same`."""
+    """Return the arguments in plain values, for :func:`check_same`."""
     return [type(each).__name__ for each in optimizers], sorted(map(str, extra)), generators
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.checkpoints import Checkpoint
 from shardwright.checkpoint.training.arguments import reason_of
-from shardwright.checkpoint.training.section_to_load import SectionToLoad
-from shardwright.checkpoint.training.targets import of_stored_form, targets_below
+from shardwright.checkpoint.training.section_to_load import SectionToLoad, of_stored_form, targets_below
 from shardwright.common.errors import Damaged
 from shardwright.engine import RankGroup
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.load.checkpoints import Checkpoint
-from shardwright.checkpoint.training.section_to_load import SectionToLoad
-from shardwright.checkpoint.training.targets import targets_below
+from shardwright.checkpoint.training.section_to_load import SectionToLoad, targets_below
 from shardwright.common.errors import Damaged
 from shardwright.engine import RankGroup
 
@@ -28,7 +27,7 @@ GENERATORS = "generators"  #: the key of the section in a checkpoint
 
 
 def stored_by(names: Iterable[str], ranks: RankGroup) -> tuple[int, str]:
-    """The number of ranks that have stored their generators, and the key of those that this rank takes.
+    """Return the number of ranks that have stored their generators, and the key of those that this rank takes.
 
     They are its own at the stored number of ranks, else the first rank's. ``names``: of the tensors of a checkpoint.
     """
@@ -37,7 +36,7 @@ def stored_by(names: Iterable[str], ranks: RankGroup) -> tuple[int, str]:
 
 
 def generator_states() -> dict[str, Tensor]:
-    """The states of this process's generators: 1-d tensors on the host, uint8 or int64."""
+    """Return the states of this process's generators: 1-d tensors on the host, uint8 or int64."""
     states = {"torch": torch.get_rng_state()}
     if (device := _accelerator()) is not None:
         states[device.type] = torch.get_device_module(device).get_rng_state()
@@ -148,7 +147,7 @@ class GeneratorsToLoad(SectionToLoad):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, ranks: RankGroup) -> Self | None:
-        """None: the checkpoint has no generators. Raises ValueError: there is no memory for their states."""
+        """Return the section, or None if the checkpoint has none. Raises ValueError if there is no memory for it."""
         saved, name = stored_by(checkpoint.tensors, ranks)
         if not saved:
             return None

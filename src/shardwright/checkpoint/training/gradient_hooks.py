@@ -22,7 +22,7 @@ HOOKS = "gradient_hooks"
 
 
 def gradient_hook_states(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The state of each gradient hook of the model that has some, by a number, with a digest of its place."""
+    """Return the state of each gradient hook of the model that has some, by a number, with a digest of its place."""
     states = {}
     for number, (hook, units) in enumerate(_hooks(model)):
         if state := hook.state_dict():
@@ -40,7 +40,7 @@ def _hooks(model: nn.Module) -> list[tuple[GradientHook, list[Unit]]]:
 
 
 def _digest(hook: GradientHook, units: list[Unit]) -> str:
-    """A digest of what the meaning of a hook's state depends on, equal on every rank."""
+    """Return a digest of what the meaning of a hook's state depends on, equal on every rank."""
     sha256 = hashlib.sha256(repr(hook).encode())
     for unit in units:
         shapes = [tuple(p.sharded.shape) for p in unit.parameters]

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwright.checkpoint.format.nested import NestedState
-from shardwright.checkpoint.format.progress import ignore
 from shardwright.checkpoint.load.checkpoints import Checkpoint, checkpoint_at
 from shardwright.checkpoint.load.collective_load import (
     Identity,
@@ -28,6 +27,7 @@ from shardwright.checkpoint.load.collective_load import (
 from shardwright.checkpoint.load.fit import check_tensors
 from shardwright.checkpoint.load.replacement import unless_replaced
 from shardwright.checkpoint.storage.stores import Store
+from shardwright.checkpoint.storage.threads import ignore
 from shardwright.checkpoint.training.arguments import (
     check_model_and_extra,
     check_same,
@@ -155,7 +155,7 @@ def _load(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> dict[
 
 
 def _sections(examined: _Examined, arguments: _Arguments, ranks: RankGroup) -> list[SectionToLoad]:
-    """The sections in the order in which they are restored: generators last, since objects may draw."""
+    """Return the sections in the order in which they are restored: generators last, since objects may draw."""
     checkpoint, optimizers, model = examined.checkpoint, examined.optimizers, arguments.model
     state = model_state(model, arguments.frozen)
     if optimizers and not checkpoint.has(OPTIMIZER):

@@ -25,7 +25,7 @@ MODEL = "model"
 
 
 def model_state(model: nn.Module, frozen: bool) -> dict[str, Any]:
-    """The state dict of a model, without parameters that need no gradient unless ``frozen``.
+    """Return the state dict of a model, without parameters that need no gradient unless ``frozen``.
 
     Raises:
         ValueError: a tensor has no values, or a hook has given it another name.
@@ -50,7 +50,7 @@ def model_state(model: nn.Module, frozen: bool) -> dict[str, Any]:
 
 
 def _renamed(model: nn.Module) -> list[str]:
-    """The keys of the model's state dict that name no tensor and no extra state of its modules."""
+    """Return the keys of the model's state dict that name no tensor and no extra state of its modules."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     names = {plain_name(name, model) for name, _ in tensors}
     keys = (plain_name(key, model) for key in model.state_dict())
@@ -58,7 +58,10 @@ def _renamed(model: nn.Module) -> list[str]:
 
 
 def _frozen_names(model: nn.Module) -> set[str]:
-    """Every name of each parameter that needs no gradient, as in the plain model. Tied parameters have several."""
+    """Return every name of each parameter that needs no gradient, as in the plain model.
+
+    Tied parameters have several.
+    """
     named = model.named_parameters(remove_duplicate=False)
     return {plain_name(name, model) for name, p in named if not p.requires_grad}
 

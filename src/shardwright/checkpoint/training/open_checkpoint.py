@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.index import Keys
 from shardwright.checkpoint.format.nested import nested
-from shardwright.checkpoint.format.progress import ignore
 from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm, checkpoint_at
 from shardwright.checkpoint.load.collective_load import (
     check_same_description,
@@ -28,8 +27,9 @@ from shardwright.checkpoint.load.collective_load import (
     verify_together,
 )
 from shardwright.checkpoint.load.fit import check_shapes
+from shardwright.checkpoint.storage.threads import ignore
 from shardwright.checkpoint.training.generators import GENERATORS, stored_by
-from shardwright.checkpoint.training.targets import new_target, targets_below
+from shardwright.checkpoint.training.section_to_load import new_target, targets_below
 from shardwright.engine import RankGroup
 
 
@@ -112,7 +112,8 @@ class StoredCheckpoint:
         return nested(paths) if not self.opened.has_pickled_values and () not in paths else None
 
     def value(self, *keys: str) -> Any:
-        """The plain values below these keys of the saved state, nested as they were saved; None if there are none."""
+        """Return the plain values below these keys of the saved state, nested as they were saved; None if there are
+        none."""
         content = self._values
         for key in keys:
             content = content.get(key) if isinstance(content, Mapping) else None
@@ -147,7 +148,7 @@ class StoredCheckpoint:
         return nested(targets)
 
     def _target(self, form: StoredForm, own: Any, path: Keys) -> Tensor:
-        """A tensor to read into: the one at this place of ``own``, if it has the stored shape, or a new one."""
+        """Return a tensor to read into: the one at this place of ``own``, if it has the stored shape, or a new one."""
         for step in path:
             try:
                 own = own[step[0] if isinstance(step, tuple) else step]
@@ -157,7 +158,7 @@ class StoredCheckpoint:
         return own.detach() if fits else new_target(self.opened, form)
 
     def pickled_values(self, keys: Container[str], *, weights_only: bool = True) -> dict[Keys, Any]:
-        """The values of a folder by torch's writer, by their keys, below these first ``keys``. Not collective.
+        """Return the values of a folder by torch's writer, by their keys, below these first ``keys``. Not collective.
 
         Raises:
             Damaged: a value is damaged, or none that ``torch.load(weights_only=True)`` reads. With
@@ -185,7 +186,7 @@ class StoredCheckpoint:
         verify_together(self.opened, ranks, progress)
 
     def generators(self) -> tuple[int, dict[str, Tensor]]:
-        """The number of ranks that have stored random generators, and states for :func:`set_generator_states`.
+        """Return the number of ranks that have stored random generators, and states for :func:`set_generator_states`.
 
         They are this rank's at the stored number of ranks, else the first rank's. Collective. Raises as :meth:`read`.
         """

@@ -22,9 +22,7 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.format.nested import NestedState
 from shardwright.checkpoint.load.checkpoints import Checkpoint, StoredForm
-from shardwright.checkpoint.training.optimizer_settings import check_settings, check_states
-from shardwright.checkpoint.training.section_to_load import SectionToLoad
-from shardwright.checkpoint.training.targets import of_stored_form, targets_below
+from shardwright.checkpoint.training.section_to_load import SectionToLoad, of_stored_form, targets_below
 from shardwright.common.errors import Damaged, OtherOptimizer
 from shardwright.engine import parameters_of, units_of, zero_gradient
 
@@ -34,7 +32,7 @@ _STORED_GROUPS = f"{OPTIMIZER}.{_GROUPS}"
 
 
 def as_optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Optimizer, ...]:
-    """No, one or several optimizers of one model.
+    """Return the optimizers of a model, of which a user may pass none, one or several.
 
     Raises:
         TypeError: something else.
@@ -57,7 +55,7 @@ def as_optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Op
 
 
 def state_of_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """The state that the optimizers have, by names of parameters, and their groups.
+    """Return the state that the optimizers have by now, under the names of parameters, and their groups.
 
     Raises:
         ValueError: a parameter of an optimizer is not in the model.
@@ -86,7 +84,11 @@ def state_of_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> di
 
 @contextlib.contextmanager
 def _without_first_step(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """torch steps an optimizer without state to make some, unless one of its parameters has a gradient."""
+    """Keep torch from stepping optimizers inside this context.
+
+    torch's functions for state dicts step an optimizer that has no state, so that it gets some, unless one of its
+    parameters has a gradient. So one parameter of each such optimizer has a zero gradient here.
+    """
     marked = []
     for optimizer in optimizers:
         parameters = parameters_of(optimizer)
@@ -102,7 +104,10 @@ def _without_first_step(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
 
 def _owner(name: str, parameters: set[str]) -> str | None:
-    """The parameter whose state has this name: no parameter's name begins with another's and a dot."""
+    """Return the parameter that a stored name such as ``layers.0.weight.exp_avg`` belongs to, or None.
+
+    There is at most one, because no parameter's name begins with another's name and a dot.
+    """
     end = len(name)
     while end > 0:
         if name[:end] in parameters:
@@ -112,7 +117,10 @@ def _owner(name: str, parameters: set[str]) -> str | None:
 
 
 def _fresh_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """State for all parameters, by a step with zero gradients. Pending gradients stay as they are."""
+    """Return state for all parameters, which torch makes by a step with zero gradients.
+
+    Gradients that wait for the user's own step stay as they are.
+    """
     gradients = [(p, p.grad) for optimizer in optimizers for p in parameters_of(optimizer)]
     for optimizer in optimizers:
         optimizer.state.clear()
@@ -130,13 +138,13 @@ def _fresh_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
 
 @dataclass
 class OptimizersToLoad(SectionToLoad):
-    """The optimizers of a load, with tensors to read into.
+    """The optimizers that a load restores, with the tensors to read into.
 
     Attributes:
-        checkpoint, model, optimizers: of the load.
-        settings: False: the groups keep their own settings.
-        state: of the optimizers, and their groups; with tensors for all state that the checkpoint has and for no other.
-        before: the earlier state of each optimizer, and its groups, if it got other tensors to read into.
+        checkpoint, model, optimizers: what the load got from the user.
+        settings: whether the groups get the stored settings, such as the learning rate; else they keep their own.
+        state: the optimizers' state and groups. It has a tensor for each one that the checkpoint has, and no others.
+        before: the state and groups that each optimizer had, if :meth:`prepare` replaced them; :meth:`undo` needs them.
     """
 
     key = OPTIMIZER
@@ -149,8 +157,11 @@ class OptimizersToLoad(SectionToLoad):
     before: list[tuple[dict[Any, Any], list[dict[str, Any]]]] = field(default_factory=list, init=False)
 
     def prepare(self) -> None:
-        """Step optimizers without the stored state. Raises ValueError: a parameter is not in the model, or there is no
-        memory for a stored tensor."""
+        """Give the optimizers tensors for all stored state, by a step if they lack some.
+
+        Raises:
+            ValueError: a parameter is not in the model, or there is no memory for a stored tensor.
+        """
         state = state_of_optimizers(self.model, self.optimizers)
         own = group_tensors(state[_GROUPS]) if self.settings else {}
         of_groups = targets_below(self.checkpoint, _STORED_GROUPS, of_stored_form(self.checkpoint, own))
@@ -174,8 +185,11 @@ class OptimizersToLoad(SectionToLoad):
             self._check_keys(stored)
 
     def _check_keys(self, stored: list[Any]) -> None:
-        """Raise OtherOptimizer if groups without any state are of another optimizer: each lacks a setting of the other.
-        Another version of an optimizer has more settings, or fewer."""
+        """Raise OtherOptimizer if the stored groups are those of another optimizer. For checkpoints without state.
+
+        Then each side has a setting that the other lacks. If only one side has more, it is another version of the same
+        optimizer.
+        """
         theirs, mine = (
             {key for group in groups for key in group} for groups in (stored, self.state[_GROUPS])
         )
@@ -186,7 +200,7 @@ class OptimizersToLoad(SectionToLoad):
             )
 
     def _check_state(self) -> None:
-        """Raise OtherOptimizer unless the optimizers have the stored state of each parameter that has some."""
+        """Raise OtherOptimizer unless the stored state and that of the optimizers have the same names and shapes."""
         place, stored = self.checkpoint.place, self.checkpoint.below(f"{OPTIMIZER}.{_STATE}")
         for name, own in self.state[_STATE].items():
             for key, value in own.items():
@@ -229,7 +243,7 @@ class OptimizersToLoad(SectionToLoad):
         check_states(content.get(_STATE, {}), self.state)
 
     def restore(self, content: Mapping[str, Any]) -> None:
-        """Give the optimizers the state that was read, and the settings of its groups."""
+        """Give the optimizers the state that was read, and the stored settings of their groups."""
         groups = list(self.state[_GROUPS])
         if self.settings:
             stored = stored_groups(content, groups)
@@ -295,7 +309,7 @@ def _stored_group(
 
 
 def stored_groups(content: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Any:
-    """The groups of a checkpoint: as a list, or by parameters as torch's flat form has them."""
+    """Return the groups of a checkpoint: as a list, or by parameters as torch's flat form has them."""
     if _GROUPS in content:
         return content[_GROUPS]
     flat: list[dict[str, Any]] = []
@@ -309,9 +323,71 @@ def stored_groups(content: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
 
 
 def _with_values(state: Any, content: Any) -> Any:
-    """The tensors of ``state``, and the values of ``content`` at the same places."""
+    """Return the tensors of ``state``, and the values of ``content`` at the same places."""
     if isinstance(state, Mapping) and isinstance(content, Mapping):
         return {
             key: _with_values(each, content[key]) if key in content else each for key, each in state.items()
         }
     return state if isinstance(state, Tensor) else content
+
+
+# -- checks of stored values -------------------------------------------------------------------------------------------
+
+
+def check_states(stored: Any, mine: Mapping[str, Any]) -> None:
+    """Compare the stored states of parameters with those of the optimizer that gets them.
+
+    Args:
+        stored: values and tensors by the parameter's name and their key.
+        mine: ``state`` of the same form, and ``param_groups``.
+
+    Raises:
+        Damaged: they are of another kind, or of no parameter of the optimizer.
+    """
+    names = {name for group in mine["param_groups"] for name in group["params"]}
+    for name, values in _same(stored, dict, "optimizer.state").items():
+        if name not in mine["state"]:
+            if name in names:  # another rank has its state
+                continue
+            raise Damaged(f"optimizer.state has {name!r:.200}, which this optimizer does not have")
+        for key, value in _same(values, dict, f"optimizer.state.{name}").items():
+            if key in mine["state"][name]:
+                _check_kind(value, mine["state"][name][key], f"optimizer.state.{name}.{key}")
+
+
+def check_settings(stored: Mapping[Any, Any], mine: Mapping[str, Any], name: str) -> None:
+    """Compare the stored settings of a group of parameters with those of the group that gets them.
+
+    Raises:
+        Damaged: they are of another kind. The message has ``name``.
+    """
+    for key, value in stored.items():
+        if not isinstance(key, str):
+            raise Damaged(f"{name} has a key that is no name")
+        if key != "params" and key in mine:
+            _check_kind(value, mine[key], f"{name}.{key}")
+
+
+def _same(value: Any, kind: type, name: str) -> Any:
+    if not isinstance(value, kind):
+        raise Damaged(f"expected {name} as {kind.__name__}, found {type(value).__name__}")
+    return value
+
+
+def _check_kind(value: Any, own: Any, name: str) -> None:
+    """Numbers may stand for one another, and anything for nothing."""
+    if own is None or value is None or isinstance(own, Tensor):
+        fits = isinstance(value, (bool, int, float, str, Tensor)) or value is None or own is None
+    elif isinstance(own, (bool, int, float)):
+        fits = isinstance(value, (bool, int, float, Tensor))
+    elif isinstance(own, list):  # such as the names of a group's parameters
+        fits = isinstance(value, (list, tuple))
+    elif isinstance(own, tuple):
+        fits = isinstance(value, (list, tuple)) and len(value) == len(own)
+        if fits:
+            for number, (each, mine) in enumerate(zip(value, own, strict=False)):
+                _check_kind(each, mine, f"{name}[{number}]")
+    else:
+        fits = isinstance(value, type(own)) or not isinstance(own, (str, dict))
+    if not fits:
+        raise Damaged(f"{name} is {type(value).__name__}, expected {type(own).__name__}")

@@ -112,7 +112,7 @@ def state_to_save(
     frozen: bool,
     ranks: RankGroup,
 ) -> dict[str, Any]:
-    """The nested state that :func:`save_checkpoint` stores. Every rank must call it.
+    """Return the nested state that :func:`save_checkpoint` stores. Every rank must call it.
 
     Raises:
         TypeError, ValueError: on every rank, if the arguments of one cannot be stored or differ from the others'.

@@ -69,7 +69,7 @@ def examine() -> dict[str, Any]:
 
 
 def text_of(report: dict[str, Any]) -> str:
-    """The report for people, one fact a line."""
+    """Return the report for people, one fact a line."""
     torch, cpu = report["torch"], report["cpu"]
     lines = [
         ("shardwright", report["shardwright"]["version"]),
@@ -121,7 +121,7 @@ def _requirements() -> list[str]:
 
 
 def _extras() -> dict[str, dict[str, str | None]]:
-    """The packages of each extra, and the version that is installed."""
+    """Return the packages of each extra, and the version that is installed."""
     extras: dict[str, dict[str, str | None]] = {}
     for line in _requirements():
         match = re.match(r"([\w.-]+).*extra == [\"'](\w+)[\"']", line)
@@ -180,7 +180,7 @@ def _device(torch: Any, index: int) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver; None where its program is missing or finds no device."""
+    """Return the version of NVIDIA's driver; None where its program is missing or finds no device."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

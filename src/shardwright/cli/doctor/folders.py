@@ -134,7 +134,7 @@ def _write(path: Path, nbytes: int) -> float:
 
 
 def _read(path: Path) -> float | None:
-    """Return the bytes per second of a read from the disk. None on systems that cannot forget what they have cached."""
+    """Return the bytes per second of a read from the disk, or None on systems that cannot empty their cache."""
     if not hasattr(os, "posix_fadvise"):
         return None
     buffer, done = bytearray(2**22), 0

@@ -24,7 +24,9 @@ def read_by_program(depth: int) -> bool:
     ``depth``: number of calls between the reader and the caller of this function.
     """
     reader = str(sys._getframe(depth + 1).f_globals.get("__name__"))
-    return not reader.startswith(("shardwright.", "torch._functorch.", "torch._dynamo.", "torch._subclasses."))
+    return not reader.startswith(
+        ("shardwright.", "torch._functorch.", "torch._dynamo.", "torch._subclasses.")
+    )
 
 
 def called_by_parameter() -> bool:

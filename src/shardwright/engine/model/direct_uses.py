@@ -16,7 +16,7 @@ from shardwright.engine.compat.autograd import in_backward, next_sequence_number
 from shardwright.engine.compat.modes import alone
 from shardwright.engine.model.backward import BACKWARD
 from shardwright.engine.model.calls import join_model
-from shardwright.engine.model.root import Root, root_of
+from shardwright.engine.model.root import Root, root_of, roots
 from shardwright.engine.model.runs import Run
 from shardwright.engine.tensors.direct import asks_for_form, watch, whole
 from shardwright.engine.tensors.numbers.averaging import average, recipe_of
@@ -55,9 +55,15 @@ def shows(unit: Unit) -> bool:
     return root is not None and (root.caller is not None or (in_backward() and torch.is_grad_enabled()))
 
 
+def any_call_runs() -> bool:
+    """Return whether a call of any model runs."""
+    return any(root.caller is not None for root in roots)
+
+
 def see_uses() -> None:
     """Let operations on sharded parameters get whole weights where they need them."""
     watch.compute, watch.runs, watch.shows = compute, runs, shows
+    watch.any_call_runs = any_call_runs
     watch.begin()
 
 

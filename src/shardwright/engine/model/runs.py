@@ -1,8 +1,8 @@
 """Runs of direct uses: how long a unit stays gathered whose weights are read without a call of the unit.
 
-A run is the time from a unit's gather for such a use to its release. The order of the uses in one root call is the guess
-for the next: a unit is released after the last use of a run. Without a guess, or where the order has changed, it is
-released when runs of two other units have begun since its last use, and at the latest when the root call returns.
+A run is the time from a unit's gather for such a use to its release. The order of the uses in one root call is the
+guess for the next: a unit is released after the last use of a run. Without a guess, or where the order has changed, it
+is released when runs of two other units have begun since its last use, and at the latest when the root call returns.
 """
 
 from __future__ import annotations

@@ -20,7 +20,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright.engine.compat.callers import read_by_program
-from shardwright.engine.compat.modes import disabled_torch_function, infers_shapes, quick_attributes
+from shardwright.engine.compat.modes import (
+    UnsupportedOperatorException,
+    disabled_torch_function,
+    infers_shapes,
+    quick_attributes,
+)
 from shardwright.engine.compat.tensors import set_class, tree_leaves
 from shardwright.engine.tensors.parameter import Managed, RaggedParameter, ShardedParameter, unit_of
 from shardwright.engine.tensors.same_object import acting_classes
@@ -28,8 +33,8 @@ from shardwright.engine.tensors.sharded import NotGathered, Sharded
 
 Compute = Callable[[Any, Any, Any], Any]
 
-_ATTRIBUTE: Any = type(torch.Tensor.grad.__get__)  # type: ignore[attr-defined]
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_ATTRIBUTE: Any = type(getattr(torch.Tensor, "grad").__get__)  # noqa: B009
+_DATA = getattr(torch.Tensor, "data").__get__  # noqa: B009
 #: Attributes that are operations.
 _OPERATIONS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data")}
 _FORM = {getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "is_cuda", "is_cpu")}
@@ -38,7 +43,7 @@ _SAME_ELEMENTS = {
     "T", "mT", "H", "mH", "data", "t", "transpose", "permute", "movedim", "view", "reshape", "flatten", "unflatten",
     "squeeze", "unsqueeze", "contiguous", "detach", "to", "type", "float", "double", "half", "bfloat16", "view_as",
 }  # fmt: skip
-#: Functions with which programs keep values, as for a checkpoint. While no call runs, nothing is noted of their results.
+#: Functions with which programs keep values, as for a checkpoint. While no call runs, their results are not noted.
 _KEEPS = {"detach", "clone", "cpu", "data"}
 #: Functions of graphs and hooks, which take the parameter itself.
 _OF_GRAPH = {
@@ -51,7 +56,10 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 
 class How(NamedTuple):
-    """How a tensor was computed from sharded parameters: it is computed again from whole ones if it meets others."""
+    """A record of how a tensor was computed from sharded parameters.
+
+    If the tensor meets this rank's own data, it is computed again from whole weights.
+    """
 
     function: Any
     args: Any
@@ -68,9 +76,10 @@ class _Watch:
     """Whether operations on sharded parameters are seen, and what computes those that need whole weights.
 
     Attributes:
-        compute: called with a function, its arguments and its keyword arguments; gathers weights and returns the result.
+        compute: gathers weights for a function and returns its result. Called with the function and its arguments.
         runs: returns whether a call of the model of a unit runs, or a backward.
-        shows: returns whether programs see the full forms of a unit's parameters now, in a call or in its recomputation.
+        shows: returns whether programs see the full forms of a unit's parameters, in a call or when it is recomputed.
+        any_call_runs: returns whether a call of any model runs.
         used: whether any operation has needed whole weights in this process.
     """
 
@@ -78,6 +87,7 @@ class _Watch:
         self.compute: Compute | None = None
         self.runs: Callable[[Any], bool] = lambda unit: False
         self.shows: Callable[[Any], bool] = lambda unit: False
+        self.any_call_runs: Callable[[], bool] = lambda: False
         self.used = False
         self._on = False
 
@@ -117,7 +127,10 @@ def _see(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     with quick_attributes():
         name = getattr(function, "__name__", "")
-        if name in _OF_GRAPH or infers_shapes(types):
+        if name in _OF_GRAPH:
+            return function(*args, **kwargs)
+        if infers_shapes(types):
+            _leave_graph(function, args, kwargs)
             return function(*args, **kwargs)
         if type(function) is _ATTRIBUTE and function not in _OPERATIONS:
             return function(_as_shown(args[0]) if function in _FORM else args[0], *args[1:])
@@ -128,8 +141,16 @@ def _see(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     return watch.compute(function, args, kwargs)
 
 
+def _leave_graph(function: Any, args: Any, kwargs: Any) -> None:
+    """Let torch.compile run an operation that may need whole weights outside of its graph."""
+    leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    sharded = [t for t in leaves if isinstance(t, Sharded)]
+    if sharded and (watch.any_call_runs() or _meets_others(leaves, sharded)):
+        raise UnsupportedOperatorException(function)
+
+
 def _as_shown(tensor: Any) -> Any:
-    """Return the tensor whose dtype and device a program sees: of a parameter in a running call that of its full form."""
+    """Return the tensor whose dtype and device a program sees: in a running call the full form of a parameter."""
     unit = unit_of(tensor) if isinstance(tensor, Managed) else None
     if unit is None or not watch.shows(unit):
         return tensor
@@ -139,7 +160,7 @@ def _as_shown(tensor: Any) -> Any:
 
 
 def _on_parts(function: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """Compute a function on the sharded tensors, unless it needs whole ones. Returns whether it does, and the result."""
+    """Compute a function on sharded tensors, unless it needs whole ones. Returns whether it does, and the result."""
     leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     ours = [t for t in leaves if is_watched(t)]
     running = any(watch.runs(unit) for unit in _units(ours))
@@ -162,7 +183,7 @@ def _on_parts(function: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     if writes:
         for t in ours:
             t.__dict__.pop(HOW, None)  # it no longer is what was computed
-    elif running or getattr(function, "__name__", "") not in _KEEPS and function != _DATA:
+    elif running or (getattr(function, "__name__", "") not in _KEEPS and function != _DATA):
         _note(function, args, kwargs, result, ours, leaves)
     return False, result
 
@@ -181,8 +202,12 @@ def is_watched(tensor: torch.Tensor) -> bool:
 
 
 def versions_of(tensors: Sequence[Any]) -> list[int]:
-    """Return the version counters of the local tensors, which edits of sharded tensors increase."""
-    return [t._local_tensor._version if not t._local_tensor.is_inference() else 0 for t in tensors]
+    """Return the version counters of the local tensors of sharded parameters, which edits increase."""
+    return [
+        0 if t._local_tensor.is_inference() else t._local_tensor._version
+        for t in tensors
+        if isinstance(t, Managed)
+    ]
 
 
 def _units(tensors: Sequence[torch.Tensor]) -> list[Any]:

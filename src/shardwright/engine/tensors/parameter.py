@@ -85,6 +85,16 @@ class Managed(Sharded):
         with torch.no_grad():
             unit.assign_data(self, value)
 
+    def data_ptr(self) -> int:
+        unit = unit_of(self)
+        if unit is not None and unit.root is not None and unit.root.caller is not None:
+            raise RuntimeError(
+                f"A kernel asked for the memory of a parameter of unit {unit.name!r}, of shape {tuple(self.shape)}, "
+                "while a call of the model runs outside of that unit. This rank has only a part of the parameter. "
+                "Call the kernel inside the forward of the unit's module."
+            )
+        return super().data_ptr()
+
     def detach(self) -> torch.Tensor:
         alias = super().detach()
         if not torch.compiler.is_compiling() and called_by_parameter():

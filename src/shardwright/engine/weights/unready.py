@@ -27,11 +27,10 @@ _MARK = "they are not gathered"
 _NAMED = 6  #: as many units a message names
 #: Why a backward reads weights that are not gathered, and what to do.
 NOT_THROUGH_OUTPUTS = (
-    "Backward reached the unit through a tensor that is not one of its outputs, such as one that a forward hook or a "
-    "list kept, or after it had left the unit. Return every tensor from which backward starts as an output of the "
-    "unit (outputs may be in tuples, lists, dicts or dataclasses), or keep it in an attribute of one of the unit's "
-    "modules. Or keep the unit's weights for all of backward: set_reshard_after_forward(False) and "
-    "set_reshard_after_backward(False)."
+    "Backward reached the unit in a way that the engine did not see, such as through a view of a weight that the "
+    "program kept after the unit's forward. Return every tensor from which backward starts as an output of the "
+    "unit (outputs may be in tuples, lists, dicts or dataclasses). Or keep the unit's weights for all of backward: "
+    "set_reshard_after_forward(False) and set_reshard_after_backward(False)."
 )
 _IN_FORWARD = (
     "Full weights exist only while the unit computes, so a view of them must not be kept for later. Read the "

@@ -35,8 +35,8 @@ class Updates:
 
 
 def updates_of(optimizer: Optimizer) -> Callable[[torch.Tensor], Updates | None]:
-    """The function from a parameter to its updates: the optimizer's ``shard_updates(self, p)``, or those of torch's
-    Muon. None: the optimizer's own step needs the whole parameter.
+    """Return the function from a parameter to its updates: the optimizer's ``shard_updates(self, p)``, or those of
+    torch's Muon. None: the optimizer's own step needs the whole parameter.
 
     A subclass that has its own ``step`` but inherits ``shard_updates`` has no updates, because they are not its step's.
     """
@@ -50,7 +50,7 @@ def updates_of(optimizer: Optimizer) -> Callable[[torch.Tensor], Updates | None]
 
 
 def muon_updates(p: torch.Tensor) -> Updates | None:
-    """Updates of ``torch.optim.Muon`` in bfloat16, the dtype of its iterations. None: step the parameter whole.
+    """Return updates of ``torch.optim.Muon`` in bfloat16, the dtype of its iterations, or None to step ``p`` whole.
 
     For a bfloat16 parameter torch's CPU kernel rounds the sum of parameter and update in other ways in its vector loop
     and after it. So a part of the sum differs from the sum of the parts. In wider dtypes they are equal.
@@ -62,7 +62,10 @@ def muon_updates(p: torch.Tensor) -> Updates | None:
 
 @functools.cache
 def _muon_updates() -> Updates | None:
-    """The updates if they are those of this version of torch. None: it has other private functions, or numbers."""
+    """Return the updates if they are those of this version of torch.
+
+    None: it has other private functions, or numbers.
+    """
     functions = muon_functions()
     if functions is None:
         return None
@@ -90,7 +93,7 @@ def _muon_updates() -> Updates | None:
 
 @torch.no_grad()
 def _equal_torchs_muon(updates: Updates) -> bool:
-    """Whether two steps have the bits of torch's own step."""
+    """Return whether two steps have the bits of torch's own step."""
     whole = torch.linspace(-1, 1, 15, device="cpu", dtype=torch.float32).view(5, 3)
     parts, state = whole.clone(), dict[str, Any]()
     theirs = torch.optim.Muon([whole], lr=0.1)

@@ -86,19 +86,19 @@ class Device:
     node: int = 0
 
     def ranks_of_node(self, ranks: int) -> int:
-        """The largest number of ranks that share a host, in a job of so many ranks."""
+        """Return the largest number of ranks that share a host, in a job of ``ranks`` ranks."""
         return min(ranks, self.node or ranks)
 
 
 def known_devices() -> dict[str, Device]:
-    """The devices of this folder, by name."""
+    """Return the devices of this folder, by name."""
     files = (each for each in resources.files(__name__).iterdir() if each.name.endswith(".toml"))
     found = (_read(each.name.removesuffix(".toml"), each.read_text()) for each in files)
     return {device.key: device for device in sorted(found, key=lambda device: device.key)}
 
 
 def parse_devices(text: str, local: Callable[[], Device]) -> tuple[int, Device]:
-    """The number of devices and their kind in a text such as ``8xh100``, ``h100`` or ``2x./my-device.toml``.
+    """Return the number of devices and their kind in a text such as ``8xh100``, ``h100`` or ``2x./my-device.toml``.
 
     ``local``: finds the device that has the name ``local``, the GPU of this machine.
 

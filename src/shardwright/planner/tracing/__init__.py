@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from shardwright.common.doors import door
 
 if TYPE_CHECKING:
-    from shardwright.planner.tracing.collective_times import time_collectives
     from shardwright.planner.tracing.compiled import Graphs, graphs_of_fakes
     from shardwright.planner.tracing.fakes import (
         SMALL,
@@ -13,11 +12,10 @@ if TYPE_CHECKING:
         UnknownValueError,
         map_large_blocks,
     )
-    from shardwright.planner.tracing.local import local_device
-    from shardwright.planner.tracing.loop import plan
+    from shardwright.planner.tracing.loop import local_device, plan
     from shardwright.planner.tracing.recorder import ProgramRecorder
     from shardwright.planner.tracing.saving import trace_save
-    from shardwright.planner.tracing.timing import Operation, Timer, noting
+    from shardwright.planner.tracing.timing import Operation, Timer, noting, time_collectives
     from shardwright.planner.tracing.tracer import CPU, trace
     from shardwright.planner.tracing.training import Calls, watch_calls, watch_training
 

@@ -73,7 +73,7 @@ class Graphs:
 
 @contextmanager
 def graphs_of_fakes(on_cpu: bool) -> Iterator[Graphs]:
-    """Inside the context torch.compile's own backend makes graphs of fake tensors.
+    """Let torch.compile's own backend make graphs of fake tensors inside this context.
 
     What was compiled before is forgotten, and so is afterwards what was compiled inside.
     """
@@ -168,7 +168,7 @@ class _HollowGraph:
         return target(*arguments, **options)
 
     def _value(self, node: Node, values: dict[Node, Any]) -> Any:
-        """The value of a node: there, or a view of one that is."""
+        """Return the value of a node: there, or a view of one that is."""
         return values[node] if node in values else self._run(node, values)
 
     def _take(self, kernel: FusedKernel, name: str, values: dict[Node, Any]) -> None:
@@ -216,6 +216,6 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def _line(node: Node) -> str:
-    """The line of the model's code that an operation comes from, as ``layers.py:18``."""
+    """Return the line of the model's code that an operation comes from, as ``layers.py:18``."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     return f"{frames[-1][0].rpartition('/')[2]}:{frames[-1][1]}" if frames else ""

@@ -56,7 +56,7 @@ A_VALUE = "a value"  #: how an :class:`UnknownValueError` calls what ``sw.plan(v
 
 
 class UnknownValueError(Exception):
-    """A program reads a value that a trace does not compute.
+    """Raised if a program reads a value that a trace does not compute.
 
     Args:
         what: what it reads.
@@ -73,7 +73,7 @@ class UnknownValueError(Exception):
 
 
 class AbsentDeviceError(ValueError):
-    """A program uses a GPU, in whose place a plan runs on the CPU.
+    """Raised if a program uses a GPU, in whose place a plan runs on the CPU.
 
     Args:
         what: what it does.
@@ -182,7 +182,7 @@ class FakeMemory(TorchDispatchMode):
     def _run(
         self, func: Any, form: _Form, line: _Line | None, tensors: list[Tensor], args: Any, kwargs: Any
     ) -> Any:
-        """An operation that may need memory."""
+        """Return an operation that may need memory."""
         if form.name == "_local_scalar_dense":
             if self._value is not None and not self._is_known(tensors[0]):
                 self._check_progress()
@@ -277,7 +277,7 @@ class FakeMemory(TorchDispatchMode):
     # -- results
 
     def _result(self, func: Any, args: Any, kwargs: Any, small: bool) -> _Result | None:
-        """None: the shape of the result depends on values, which are there if all arguments are `small`."""
+        """Return the result, or None if its shape depends on values. These are there if all arguments are `small`."""
         key = (func, _key(args), _key(kwargs))
         try:
             return self._results[key]  # type: ignore[return-value]
@@ -325,7 +325,10 @@ class FakeMemory(TorchDispatchMode):
     def _written(
         self, func: Any, form: _Form, args: Any, kwargs: Any, result: _Result | None, noted: _Line | None
     ) -> Any:
-        """The result of an operation that writes to arguments. Large ones stay as they are, small ones become zero."""
+        """Return the result of an operation that writes to arguments.
+
+        Large ones stay as they are, small ones become zero.
+        """
         returns = func._schema.returns
         written = [
             kwargs.get(name) if keyword or i >= len(args) else args[i] for i, name, keyword in form.writes
@@ -344,7 +347,7 @@ class FakeMemory(TorchDispatchMode):
         return self._make(result, form, noted)
 
     def _has_content(self, tensor: Tensor) -> bool:
-        """Whether a tensor is computed, and so is all of its storage."""
+        """Return whether a tensor is computed, and so is all of its storage."""
         storage = tensor.untyped_storage().nbytes()
         return max(_size(tensor), storage) <= SMALL or (
             storage <= NUMBERS and self._recorder.contents.is_computed(tensor)
@@ -408,7 +411,7 @@ class FakeMemory(TorchDispatchMode):
         )
 
     def _communicate(self, func: Any, form: _Form, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """A collective of a group whose other ranks do not exist. Large tensors keep what they have."""
+        """Return a collective of a group whose other ranks do not exist. Large tensors keep what they have."""
         named = form._replace(writes=((0, "", False),), name=f"c10d.{form.name}")
         self._note(named, tensors, None, _group_of(args, kwargs))
         divides = any(
@@ -425,7 +428,7 @@ class FakeMemory(TorchDispatchMode):
 
 
 def _group_of(args: Any, kwargs: Any) -> tuple[int, int]:
-    """The number of ranks of a collective's group, and how far apart neighbours are."""
+    """Return the number of ranks of a collective's group, and how far apart neighbours are."""
     ranks = ranks_of_collective((*args, *kwargs.values())) or [0]
     return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
 
@@ -443,7 +446,7 @@ def untouched(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 
 
 def unallocated(nbytes: int) -> torch.UntypedStorage:
-    """Return a storage of so many bytes whose memory nobody touches, also if this machine has less."""
+    """Return a storage of ``nbytes`` whose memory nobody touches, which may be more than this machine has."""
     return _addresses(nbytes, f"{nbytes:,} bytes").untyped_storage()
 
 
@@ -458,10 +461,10 @@ def map_large_blocks() -> None:
 
 
 def _addresses(nbytes: int, words: str) -> Tensor:
-    """Return a tensor of so many bytes that have addresses and no memory, which a write would allocate page by page.
+    """Return a tensor of bytes that have addresses and no memory. A write would allocate memory page by page.
 
     Raises:
-        ValueError: the system has not so many addresses.
+        ValueError: the system has too few addresses.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if sys.platform == "linux" else 0)
     try:
@@ -484,7 +487,7 @@ def _emptied(tensor: Tensor) -> Tensor:
 
 
 def _are_sizes(value: Any) -> bool:
-    """Whether an argument says how an all-to-all divides its tensors."""
+    """Return whether an argument says how an all-to-all divides its tensors."""
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
@@ -493,7 +496,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _stays_on_meta(name: str, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
-    """Whether the result is on the meta device, or is an error there. ``to_empty`` takes one from it to the CPU."""
+    """Return whether the result is on the meta device, or is an error there.
+
+    ``to_empty`` takes one from it to the CPU.
+    """
     device = kwargs.get("device")
     if device is None:
         return any(each.is_meta for each in tensors)
@@ -506,7 +512,7 @@ def _stays_on_meta(name: str, tensors: list[Tensor], kwargs: dict[str, Any]) -> 
 
 
 def _most(dtype: torch.dtype, known: bool) -> int:
-    """The bytes up to which a result is computed. `known`: it follows from values that were computed."""
+    """Return the bytes up to which a result is computed. `known`: it follows from values that were computed."""
     return NUMBERS if known and dtype in _OF_NUMBERS else SMALL
 
 
@@ -558,7 +564,7 @@ def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def _key(tree: Any) -> Any:
-    """A value that is equal for arguments whose results have the same shapes."""
+    """Return a value that is equal for arguments whose results have the same shapes."""
     if isinstance(tree, Tensor):
         return tree.dtype, tree.shape, tree.stride()
     if isinstance(tree, (list, tuple)):

@@ -62,7 +62,7 @@ class FusedKernel(NamedTuple):
 
 
 def kernels_of(nodes: Sequence[Node], donated: Set[Node], on_cpu: bool = False) -> list[FusedKernel]:
-    """The kernels of a graph, in the order in which they run.
+    """Return the kernels of a graph, in the order in which they run.
 
     Args:
         nodes: of the graph, with the output as the last one.
@@ -143,8 +143,8 @@ class _Kernels:
         return 1 << self._number[node]
 
     def _joins(self, node: Node, group: _Group, groups: list[_Group]) -> bool:
-        """Whether a kernel can also make the result of `node`: both go over as many elements and read something in
-        common, and nothing between them has another kernel."""
+        """Return whether a kernel can also make the result of `node`: both go over as many elements and read something
+        in common, and nothing between them has another kernel."""
         first = group.nodes[0]
         if first not in self._stored or _range(node) != _range(first):
             return False
@@ -174,7 +174,7 @@ class _Kernels:
         return FusedKernel(tuple(self._inside(group)), tuple(stored), tuple(reads), places)
 
     def _place_of(self, node: Node, removed: set[Node], done: set[Node]) -> Node | None:
-        """The input whose memory a result takes: the first one as large that nobody else reads from now on.
+        """Return the input whose memory a result takes: the first one as large that nobody else reads from now on.
 
         A buffer that is `removed` from the kernel can be such an input. Then the result takes memory of its own.
         """
@@ -189,7 +189,7 @@ class _Kernels:
         return None
 
     def _inside(self, group: list[Node]) -> list[Node]:
-        """The operations of a kernel."""
+        """Return the operations of a kernel."""
         inside: set[Node] = set()
         pending = list(group)
         while pending:
@@ -202,7 +202,7 @@ class _Kernels:
         return sorted(inside, key=self._number.__getitem__)
 
     def _read_by(self, node: Node) -> set[Node]:
-        """The stored results, and operations with kernels of their own, that are computed from a result."""
+        """Return the stored results, and operations with kernels of their own, that are computed from a result."""
         found: set[Node] = set()
         pending = [node]
         seen: set[Node] = set()
@@ -230,7 +230,7 @@ class _Group:
 
 
 def _following(group: _Group, groups: list[_Group]) -> list[_Group]:
-    """The other groups that follow from a group, also through others."""
+    """Return the other groups that follow from a group, also through others."""
     found: list[_Group] = []
     pending, left = [group], [other for other in groups if other is not group]
     while pending:
@@ -243,7 +243,7 @@ def _following(group: _Group, groups: list[_Group]) -> list[_Group]:
 
 
 def _in_order(groups: list[_Group]) -> list[_Group]:
-    """The groups, each after those that it follows from."""
+    """Return the groups, each after those that it follows from."""
     ordered: list[_Group] = []
     left = 0
     for group in groups:
@@ -257,8 +257,10 @@ def _in_order(groups: list[_Group]) -> list[_Group]:
 
 
 def has_symbols(graph: GraphModule) -> bool:
-    """Whether sizes in a graph are symbols: it was made for several shapes. A generator's state, which a recomputation
-    needs, has a symbol in each graph."""
+    """Return whether sizes in a graph are symbols: it was made for several shapes.
+
+    A generator's state, which a recomputation needs, has a symbol in each graph.
+    """
     values = [node.meta.get("val") for node in graph.graph.nodes if not _is_state_of_generator(node)]
     sizes = [
         size for value in values if isinstance(value, Tensor) for size in (*value.shape, *value.stride())
@@ -274,14 +276,14 @@ def _is_state_of_generator(node: Node) -> bool:
 
 
 def base_of(node: Node) -> Node:
-    """The node that a view looks into."""
+    """Return the node that a view looks into."""
     while node.op == "call_function" and _is_view(node):
         node = next(nodes_in(node.args))
     return node
 
 
 def nodes_in(tree: Any) -> Iterator[Node]:
-    """The nodes in arguments."""
+    """Yield the nodes in arguments."""
     if isinstance(tree, Node):
         yield tree
     elif isinstance(tree, (list, tuple)):
@@ -292,7 +294,7 @@ def nodes_in(tree: Any) -> Iterator[Node]:
 
 
 def name_of(node: Node) -> str:
-    """The name of an operation, without its namespace."""
+    """Return the name of an operation, without its namespace."""
     target = node.target
     return target._schema.name.partition("::")[2] if isinstance(target, OpOverload) else str(target)
 
@@ -316,7 +318,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _inputs(node: Node) -> list[Node]:
-    """The results that an operation reads, each without the views between."""
+    """Return the results that an operation reads, each without the views between."""
     return list(dict.fromkeys(map(base_of, nodes_in((node.args, node.kwargs)))))
 
 
@@ -332,7 +334,7 @@ def _readers(node: Node) -> set[Node]:
 
 
 def _range(node: Node) -> int:
-    """The number of elements that a kernel for the node goes over."""
+    """Return the number of elements that a kernel for the node goes over."""
     if name_of(node) in _REDUCTIONS:
         return max(each.meta["val"].numel() for each in nodes_in(node.args))
     value: Tensor = node.meta["val"]
@@ -340,7 +342,7 @@ def _range(node: Node) -> int:
 
 
 def _is_like(one: Node, other: Node) -> bool:
-    """Whether the results of two operations can have the same memory."""
+    """Return whether the results of two operations can have the same memory."""
     a, b = one.meta["val"], other.meta["val"]
     return (
         isinstance(a, Tensor)

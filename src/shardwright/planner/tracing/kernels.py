@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 @contextmanager
 def kernels_of_cuda() -> Iterator[None]:
-    """Inside the context functions run as on a GPU of compute capability 8.0 or newer."""
+    """Let functions run as on a GPU of compute capability 8.0 or newer, inside this context."""
     before = F.scaled_dot_product_attention, F.rms_norm
     for function, mine in zip(before, (_attention, _rms_norm), strict=True):
         # Others find the function to replace by its name, as torch's context_parallel does.
@@ -72,7 +72,7 @@ def _attention(
 
 @contextmanager
 def reads_no_numbers(small: int) -> Iterator[None]:
-    """Inside the context functions of torch do not look at numbers that a trace does not have.
+    """Keep functions of torch from looking at numbers that a trace does not have, inside this context.
 
     ``trunc_normal_`` of tensors of more than ``small`` bytes draws once, in the memory of torch's loop, which would
     wait for numbers inside the bounds. ``one_hot`` with a number of classes checks no index, as on a GPU.
@@ -109,7 +109,7 @@ _plain_rms_norm = F.rms_norm
 def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """One kernel, if the dtypes agree. It saves its input and a number for each row."""
+    """Compute the norm in one kernel, if the dtypes agree. It saves its input and a number for each row."""
     if torch.compiler.is_compiling():  # which makes a kernel of its own of the formula
         return _plain_rms_norm(input, list(normalized_shape), weight, eps)
     if weight is not None and weight.dtype != input.dtype:
@@ -156,7 +156,8 @@ def _grouped_mm(
 
 
 def _lstm(*arguments: Any) -> tuple[Tensor, ...]:
-    """A layer of oneDNN, which keeps gates and states for backward: PyTorch's meta kernel says that it keeps nothing.
+    """Return a layer of oneDNN, which keeps gates and states for backward: PyTorch's meta kernel says that it keeps
+    nothing.
 
     The bytes are those of oneDNN 3 in float32, within 2% from 200 units of the hidden state on.
     """

@@ -1,4 +1,4 @@
-"""Plans of any training loop: a user's function runs on fake tensors."""
+"""Plans of any training loop: a user's function runs on fake tensors. Also the GPU of this machine as a device."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable
 from typing import Literal
 
+import torch
+
 from shardwright.planner.allocator import Rules
-from shardwright.planner.devices import parse_devices
+from shardwright.planner.devices import Device, DeviceError, parse_devices
 from shardwright.planner.program import Program
 from shardwright.planner.speed import speed_of
 from shardwright.planner.tracing.fakes import A_VALUE, UnknownValueError
-from shardwright.planner.tracing.local import local_device
 from shardwright.planner.tracing.tracer import trace
 from shardwright.planner.tracing.training import watch_training
 from shardwright.planner.verdict import Verdict, judge
@@ -76,7 +77,7 @@ def plan(loop: Callable[[], object], on: str, *, value: float | None = None) -> 
 def program_of_loop(
     loop: Callable[[], object], ranks: int, kind: Literal["cpu", "cuda"] = "cuda", value: float | None = None
 ) -> Program:
-    """The program of rank 0 of ``ranks``. ``kind``: of the devices. Others and errors as for :func:`plan`."""
+    """Return the program of rank 0 of ``ranks``. ``kind``: of the devices. Others and errors as for :func:`plan`."""
     with trace(ranks, kind, value) as recorder:
         recorder.phase("build")
         with watch_training(recorder) as training:
@@ -86,3 +87,23 @@ def program_of_loop(
             program = recorder.program()
             del kept
     return program
+
+
+def local_device() -> Device:
+    """Return the first GPU that this process sees.
+
+    Raises:
+        DeviceError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError("expected a device that is named, found 'local', and this machine has no GPU")
+    properties = torch.cuda.get_device_properties(0)
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Device(
+        "local",
+        properties.name,
+        properties.total_memory,
+        "torch.cuda.get_device_properties",
+        host_nbytes=host,
+        node=torch.cuda.device_count(),
+    )

@@ -48,28 +48,28 @@ class Contents:
     """
 
     def __init__(self, block_of: Callable[[torch.Tensor], int | None]) -> None:
-        """``block_of``: the block of a tensor; None: it has none."""
+        """Begin an empty program. ``block_of`` returns the block of a tensor, or None if it has none."""
         self.constants: set[int] = set()
         self._unknown: set[int] = set()
         self._computed: set[int] = set()
         self._block_of = block_of
 
     def note_unknown(self, tensor: torch.Tensor) -> None:
-        """The content of a tensor is not what the program would compute."""
+        """Note that the content of a tensor is not what the program would compute."""
         _add(self._unknown, self._block_of(tensor))
 
     def is_unknown(self, tensor: torch.Tensor) -> bool:
         return self._block_of(tensor) in self._unknown
 
     def note_computed(self, tensor: torch.Tensor) -> None:
-        """A large tensor has the content that the program would compute."""
+        """Note that a large tensor has the content that the program would compute."""
         _add(self._computed, self._block_of(tensor))
 
     def is_computed(self, tensor: torch.Tensor) -> bool:
         return self._block_of(tensor) in self._computed
 
     def note_constant(self, tensor: torch.Tensor) -> None:
-        """A tensor has the content that the program would compute, because it is small."""
+        """Note that a tensor has the content that the program would compute, because it is small."""
         _add(self.constants, self._block_of(tensor))
 
     def forget(self, block: int) -> None:
@@ -123,7 +123,7 @@ class ProgramRecorder:
     # -- memory
 
     def take(self, nbytes: int, what: str, group: str = BY_LIFE, line: str = "", module: str = "") -> int:
-        """A new block; returns its number."""
+        """Return a new block; returns its number."""
         owner = Owner(group, module, what, line)
         index = self._owners.setdefault(owner, len(self._owners))
         block = len(self._events)
@@ -167,11 +167,11 @@ class ProgramRecorder:
         self._alive[key] = weakref.ref(storage, died)
 
     def block_of(self, tensor: torch.Tensor) -> int | None:
-        """The block of the tensor's storage; None: it has none."""
+        """Return the block of the tensor's storage, or None if it has none."""
         return self._blocks.get(tensor.untyped_storage()._cdata)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has another size now: its old block is freed, and it gets a new one."""
+        """Free the block of a storage whose size has changed, and take a new one."""
         block = self._blocks.pop(storage._cdata, None)
         if block is not None:
             self.give_back(block)
@@ -180,7 +180,7 @@ class ProgramRecorder:
             self._watch(storage)
 
     def exchanged(self, one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
-        """Two storages have exchanged their memory, so each has the other's block now."""
+        """Exchange the blocks of two storages that have exchanged their memory."""
         blocks = self._blocks.pop(one._cdata, None), self._blocks.pop(two._cdata, None)
         for storage, block in zip((two, one), blocks, strict=True):
             if block is not None:
@@ -193,15 +193,17 @@ class ProgramRecorder:
         return bool(self._on_host)
 
     def computes_on_host(self, tensors: Iterable[torch.Tensor], copies: bool) -> bool:
-        """Whether the host computes an operation on these tensors: they are in its memory. Tensors without dimensions
-        may be on either. ``copies``: the operation may write from one memory into the other."""
+        """Return whether the host computes an operation on these tensors: they are in its memory.
+
+        Tensors without dimensions may be on either. ``copies``: the operation may write from one memory into the other.
+        """
         if self._lifts or self.stream == HOST:
             return False
         on_host = self._on_host_of(tensors)
         return any(on_host) and (all(on_host) or not copies)
 
     def are_in_both(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether some tensors are in the host's memory and others in the device's."""
+        """Return whether some tensors are in the host's memory and others in the device's."""
         on_host = self._on_host_of(tensors)
         return any(on_host) and not all(on_host)
 
@@ -209,11 +211,11 @@ class ProgramRecorder:
         return [self.is_on_host(each) for each in tensors if each.ndim]
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in the host's memory, and not in the device's."""
+        """Return whether a tensor is in the host's memory, and not in the device's."""
         return self.block_of(tensor) in self._on_host
 
     def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The blocks of these tensors have been in the host's memory since they were taken."""
+        """Note that the blocks of these tensors have been in the host's memory since they were taken."""
         for each in tensors:
             if (block := self.block_of(each)) is not None:
                 self._on_host.add(block)
@@ -221,7 +223,7 @@ class ProgramRecorder:
 
     @contextmanager
     def lifting(self) -> Iterator[None]:
-        """Inside the context copies of tensors on the host are on the device."""
+        """Put copies of tensors of the host on the device, inside this context."""
         self._lifts = True
         try:
             yield
@@ -241,7 +243,7 @@ class ProgramRecorder:
                 self._claims[block] = Owner(group, name, "", "", shape)
 
     def note_line(self) -> tuple[str, bool]:
-        """The line of the model's code that runs now, and whether the engine runs inside it.
+        """Return the line of the model's code that runs now, and whether the engine runs inside it.
 
         In backward it is the line of forward whose gradient is computed. In forward the line is noted for that.
         """
@@ -291,7 +293,7 @@ class ProgramRecorder:
 
     @contextmanager
     def capturing(self, number: int) -> Iterator[list[Event]]:
-        """Inside the context work is added to a graph, and does not run. Blocks are those of the graph."""
+        """Add work to a graph inside this context, in place of running it. Blocks are those of the graph."""
         self._pool, self._captured = f"{GRAPH}{number} ", []
         try:
             yield self._captured
@@ -299,7 +301,7 @@ class ProgramRecorder:
             self._pool, self._captured = "", None
 
     def run_graph(self, work: Iterable[Event]) -> None:
-        """Queue the work of a graph. Its marks are new ones each time."""
+        """Queue the work of a graph, with new marks each time."""
         if self.current_phase == AFTER_OPTIMIZER:
             # If the graph contains the optimizer, nothing else marks the end of a step.
             self.phase(AFTER_OPTIMIZER)
@@ -314,7 +316,7 @@ class ProgramRecorder:
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
-        """Inside the context work is queued on another stream."""
+        """Queue work on another stream inside this context."""
         before, self.stream = self.stream, stream
         try:
             yield
@@ -338,7 +340,7 @@ class ProgramRecorder:
     # -- the result
 
     def program(self) -> Program:
-        """The program so far. Each block gets its group: the claimed one, or one that follows from its life."""
+        """Return the program so far. Each block gets its group: the claimed one, or one that follows from its life."""
         phases: list[str] = []
         name = ""
         ends: dict[int, int] = {}
@@ -373,7 +375,7 @@ class ProgramRecorder:
 
 
 def _ordered(events: list[Event]) -> list[Event]:
-    """The events, with the blocks that are freed one after another in the order of their numbers.
+    """Return the events, with the blocks that are freed one after another in the order of their numbers.
 
     Python frees what a set holds in an order that differs between processes.
     """
@@ -391,7 +393,7 @@ def _ordered(events: list[Event]) -> list[Event]:
 
 
 def _group(group: str, taken: str, freed: str | None) -> str:
-    """The group of a block that nobody claims, from the phases in which it is taken and freed."""
+    """Return the group of a block that nobody claims, from the phases in which it is taken and freed."""
     if group == OF_ENGINE and taken != freed:
         return "slabs"
     if taken == freed:
@@ -416,7 +418,10 @@ _READING = inspect.unwrap(watch_reads).__code__.co_filename  #: which watches re
 
 
 def reader_of_value() -> str:
-    """The line of a program outside of this package that reads a value now. Empty: the trainer or the engine does."""
+    """Return the line of a program outside of this package that reads a value now.
+
+    Empty: the trainer or the engine does.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -427,8 +432,8 @@ def reader_of_value() -> str:
 
 
 def line_of(error: BaseException) -> tuple[str, bool]:
-    """The innermost line of an error outside of torch, Python and this package, empty without one; and whether it has
-    called torch's code for GPUs, which has raised the error."""
+    """Return the innermost line of an error outside of torch, Python and this package, empty without one; and whether
+    it has called torch's code for GPUs, which has raised the error."""
     of_gpu = False
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         name = frame.f_code.co_filename
@@ -457,8 +462,10 @@ def _owner_of(file: str) -> int:
 
 
 def caller() -> tuple[str, bool]:
-    """The innermost line that is neither torch's nor the engine's, as ``losses.py:118``; empty: there is none. And
-    whether the engine runs inside it."""
+    """Return the innermost line that is neither torch's nor the engine's, as ``losses.py:118``; empty: there is none.
+
+    And whether the engine runs inside it.
+    """
     frame = sys._getframe(1)
     in_engine = in_module = False
     while frame is not None:

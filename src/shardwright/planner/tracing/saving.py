@@ -47,7 +47,7 @@ def trace_save(
 
 
 def own_part(boxes: Iterable[tuple[StateTensor, Box]], ranks: int) -> list[Box]:
-    """The boxes that this rank writes of those that it has.
+    """Return the boxes that this rank writes of those that it has.
 
     Boxes that other ranks have, too, are divided as in a save: the largest first, to the rank with the fewest bytes.
     The others are taken to have as many bytes of their own as this rank.
@@ -73,7 +73,7 @@ def own_part(boxes: Iterable[tuple[StateTensor, Box]], ranks: int) -> list[Box]:
 
 
 def _copies(each: StateTensor, ranks: int) -> int:
-    """Ranks among which the boxes of a tensor are divided: those that have the same ones."""
+    """Return the number of ranks that have the same boxes of a tensor, among which a save divides them."""
     tensor: Any = each.tensor
     if type(tensor) in (Tensor, nn.Parameter, nn.Buffer):
         return ranks if each.path[0] in SHARED and tensor.nbytes > SMALL else 1

@@ -1,4 +1,4 @@
-"""Operations of traced steps, run again on real tensors to measure their times.
+"""Operations of traced steps, run again on real tensors to measure their times, and times of collectives.
 
 A traced step names every operation with the shapes, strides and dtypes of its tensors. Here such an operation gets
 tensors of its own and runs again and again. Nothing here knows models or configurations.
@@ -6,16 +6,19 @@ tensors of its own and runs again and again. Nothing here knows models or config
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.engine.comm import Communicator, plan_division
 from shardwright.engine.compat import TorchDispatchMode, dispatches, infers_shapes
 from shardwright.planner.program import AFTER_OPTIMIZER, HOST, OPTIMIZER, Kernel
 from shardwright.planner.tracing.recorder import ProgramRecorder
@@ -27,7 +30,6 @@ MOST_SETS = 16
 IN_STEPS = ("forward", "backward", OPTIMIZER, AFTER_OPTIMIZER)  #: phases
 SAMPLES = 5  #: of each measurement, of which the median counts
 SECONDS = 2e-3  #: of a sample at least
-GPU_SECONDS = 1e-3  #: by which the host queues a sample earlier than a GPU begins it
 
 
 class _Form(NamedTuple):
@@ -62,7 +64,7 @@ class Operation:
 
 @contextmanager
 def noting(recorder: ProgramRecorder, operations: dict[Kernel, Operation]) -> Iterator[None]:
-    """Inside the context each different kernel that the recorder notes gets its operation. Collectives are left out."""
+    """Note the operation of each different kernel of the recorder inside this context, except for collectives."""
     noted: list[Kernel] = []
     plain = recorder.kernel
 
@@ -161,7 +163,7 @@ class _Maker:
 
 
 def _mapped(make: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with tensors, or with forms, replaced, and with devices."""
+    """Return the tree with tensors, or with forms, replaced, and with devices."""
     if isinstance(tree, (Tensor, _Form, torch.device)):
         return make(tree)
     if isinstance(tree, (list, tuple)):
@@ -184,7 +186,7 @@ class Timer:
         self._product: Tensor | None = None
 
     def operation(self, operation: Operation) -> float | None:
-        """The seconds of an operation. None: it does not run alone on such tensors."""
+        """Return the seconds of an operation, or None if it does not run alone on such tensors."""
         nbytes = max(operation.kernel.nbytes, 1)
         count = min(MOST_SETS, -(-ROTATED[self.device.type] // nbytes))
         try:
@@ -206,7 +208,7 @@ class Timer:
             return None
 
     def repeated(self, run: Callable[[], object], least: int = 1) -> float:
-        """The median of the seconds of a call, over several samples of many calls."""
+        """Return the median of the seconds of a call, over several samples of many calls."""
         for _ in range(least + 1):
             run()
         once = max(self._sample(run, 1), 1e-7)
@@ -214,7 +216,7 @@ class Timer:
         return statistics.median(self._sample(run, calls) for _ in range(self._samples))
 
     def once(self, run: Callable[[], object]) -> float:
-        """The seconds of one call, which other ranks make, too."""
+        """Return the seconds of one call, which other ranks make, too."""
         if self.device.type == "cpu":
             return self._sample(run, 1)
         torch.cuda.synchronize(self.device)
@@ -256,3 +258,47 @@ def anchor(timer: Timer) -> tuple[float, float]:
     return timer.repeated(lambda: torch.mm(product, product)), timer.repeated(
         lambda: torch.add(row, row, out=result)
     )
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+#: bytes of all tensors that repeated collectives take in turn, as a step takes its parameters, so that none is in a
+#: cache when it is its turn again
+MOVED = 128 << 20
+
+
+def time_collectives(
+    sizes: Sequence[int], device: torch.device, timer: Timer, into: dict[str, dict[int, list[float]]]
+) -> None:
+    """Measure gathers, reductions and sums, and add their seconds to lists by kind and bytes. Every rank must call it.
+
+    Args:
+        sizes: bytes of the whole tensors.
+        device: of the tensors.
+        timer: measures one call.
+        into: the lists.
+    """
+    communicator = Communicator(dist.group.WORLD, device)
+    ranks = communicator.world_size
+    division = plan_division(torch.float32, ranks, None)
+
+    def gather(whole: torch.Tensor, part: torch.Tensor) -> None:
+        communicator.all_gather([whole.view(torch.uint8)], [part.view(torch.uint8)]).wait()
+
+    def scatter(whole: torch.Tensor, part: torch.Tensor) -> None:
+        communicator.reduce_scatter([part], [whole], division).wait()
+
+    def reduce(whole: torch.Tensor, part: torch.Tensor) -> None:
+        communicator.all_reduce(whole, division).wait()
+
+    for nbytes in sizes:
+        count = max(2, min(MOST_SETS, MOVED // nbytes))
+        sets = [(torch.ones(nbytes // 4, device=device), torch.ones(nbytes // 4 // ranks, device=device))
+                for _ in range(count)]  # fmt: skip
+        for name, call in (("gather", gather), ("scatter", scatter), ("reduce", reduce)):
+            samples = []
+            for i in range(count + (4 if nbytes > 1 << 25 else 9 if nbytes > 1 << 20 else 25)):
+                dist.barrier()
+                samples.append(timer.once(functools.partial(call, *sets[i % count])))
+            into[name].setdefault(nbytes, []).append(statistics.median(samples[count:]))

@@ -61,7 +61,7 @@ def trace(
     value: float | None = None,
     graphs: Graphs | None = None,
 ) -> Iterator[ProgramRecorder]:
-    """Inside the context code runs as rank 0 of so many ranks, on fake tensors on the CPU.
+    """Let code run as rank 0 of ``ranks`` ranks inside this context, on fake tensors on the CPU.
 
     ``kind``: with "cuda" the engine queues work on streams, and functions run the kernels of a GPU. ``value``: as for
     :class:`FakeMemory`. ``graphs``: of earlier traces of the same code, whose tensors had the same shapes.

@@ -47,7 +47,7 @@ class Calls:
 
 @contextmanager
 def watch_calls() -> Iterator[Calls]:
-    """Inside the context calls of modules go to the hooks."""
+    """Let calls of modules go to the hooks inside this context."""
     calls = Calls()
     with ExitStack() as stack:
         for handle in (
@@ -60,7 +60,7 @@ def watch_calls() -> Iterator[Calls]:
 
 @contextmanager
 def watch_training(recorder: ProgramRecorder, calls: Calls | None = None) -> Iterator[Training]:
-    """Inside the context phases are noted, and blocks get the names of the tensors and modules that need them."""
+    """Note phases inside this context, and give blocks the names of the tensors and modules that need them."""
     training = Training(recorder)
     with ExitStack() as stack:
         calls = calls or stack.enter_context(watch_calls())
@@ -86,7 +86,7 @@ class Training:
 
     @contextmanager
     def between_steps(self, phase: str) -> Iterator[None]:
-        """Inside the context all belongs to one phase, also the forward of models."""
+        """Count everything to one phase inside this context, also the forward of models."""
         self._recorder.phase(phase)
         self._trains = False
         try:
@@ -107,7 +107,7 @@ class Training:
 
     @torch.no_grad()
     def claim(self) -> None:
-        """Say which blocks have parameters, buffers and the states of optimizers."""
+        """Note which blocks have parameters, buffers and the states of optimizers."""
         names: dict[Any, str] = {}
         for model in self._models:
             names |= {parameter: name for name, parameter in model.named_parameters()}
@@ -131,7 +131,7 @@ class Training:
             self._recorder.parameters_of_units[unit.name] = _parameters_in_words(unit, names)
 
     def _optimizers(self) -> Iterable[Any]:
-        """Those that have made a step, also within backward, where torch calls no hooks of optimizers."""
+        """Return those that have made a step, also within backward, where torch calls no hooks of optimizers."""
         steppings = (unit.stepping for model in self._models for unit in units_of(model))
         within = (stepper for each in steppings if each is not None for stepper in each.steppers)
         return dict.fromkeys([*self._steps, *within])
@@ -176,8 +176,10 @@ class Training:
 
 
 def _parameters_in_words(unit: Unit, names: Mapping[Any, str]) -> str:
-    """The largest parameters of a unit with their shapes on this rank, as they are gathered. ``names``: of sharded
-    parameters."""
+    """Return the largest parameters of a unit with their shapes on this rank, as they are gathered.
+
+    ``names``: of sharded parameters.
+    """
     largest = sorted(unit.parameters, key=lambda p: -p.view.numel())
     shown = [
         f"{names.get(p.sharded, p.name).removeprefix(f'{unit.name}.')} {list(p.view.shape)}"

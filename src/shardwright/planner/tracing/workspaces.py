@@ -17,7 +17,7 @@ TAKING = PRODUCTS | {_FLASH_BACKWARD}  #: operations that take memory
 
 
 def workspaces(name: str, arguments: Sequence[Any]) -> list[tuple[str, int]]:
-    """The memory that the kernel of an operation takes until it ends: words and bytes of each piece."""
+    """Return the memory that the kernel of an operation takes until it ends: words and bytes of each piece."""
     if name != _FLASH_BACKWARD:
         return []
     _, query, key = arguments[:3]

@@ -18,13 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint import (
-    KeyMap,
-    ModelTensor,
-    StoredModel,
     bytes_of,
     open_stored,
-    stored_model,
-    tensors_of,
+    stored_model_of,
     write_json,
     write_stored_model,
 )
@@ -132,21 +128,23 @@ def export(
     def write(position: Position, read: Read) -> Exported:
         if merges:
             _read_adapters(model, config.for_building, source, read)
-        stored = _stored(model, key_map, chosen)
-        layers = {f"{name}.weight": layer for name, layer in adapters.adapted_layers(model)}
+        with as_user_errors(ValueError, prefix="export: "):
+            stored = stored_model_of(
+                model, key_map, chosen, with_values=False, keeps=lambda name: not adapters.is_adapter(name)
+            )
+        layers = {id(layer.weight): layer for _, layer in adapters.adapted_layers(model)}
 
-        def read_group(group: list[ModelTensor]) -> dict[str, Tensor]:
+        def read_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             if merges:
-                return {entry.name: _folded(entry, layers, chosen) for entry in group}
-            tensors = {
-                entry.name: torch.empty_like(entry.tensor, device="cpu")
-                for entry in group
-                if entry.name in shapes
+                return {name: _folded(tensor, layers, chosen) for name, tensor in tensors.items()}
+            saved = {
+                name: torch.empty_like(tensor, device="cpu")
+                for name, tensor in tensors.items()
+                if name in shapes
             }
-            if tensors:
-                read(tensors)
-            frozen = {entry.name: entry.tensor.detach() for entry in group if entry.name not in shapes}
-            return {**tensors, **frozen}
+            if saved:
+                read(saved)
+            return {name: tensor.detach() for name, tensor in tensors.items()} | saved
 
         def add_files(partial: Path) -> None:
             if generation is not None:
@@ -161,7 +159,7 @@ def export(
             else {**with_ids(values, config.model, tokenizer), "dtype": stored.main_dtype()}
         )
         write_stored_model(
-            folder, stored, read_group, max_shard_size=max_shard_size, config=settings, add_files=add_files
+            folder, stored, read_tensors, max_shard_size=max_shard_size, config=settings, add_files=add_files
         )
         nbytes = stored.total_bytes
         reader = _reader_of(model, folder) if values is None else _reader_by_type(values["model_type"])
@@ -255,20 +253,14 @@ def _read_adapters(model: nn.Module, settings: BuildSettings, source: RunFolder,
     check_same_base(source.base_file, base_of(model, settings.source))
 
 
-def _folded(entry: ModelTensor, layers: Mapping[str, adapters.Adapter], dtype: torch.dtype | None) -> Tensor:
+def _folded(tensor: Tensor, layers: Mapping[int, adapters.Adapter], dtype: torch.dtype | None) -> Tensor:
     """Return a tensor of the model, with the adapter of its layer folded in.
 
     Such a weight is rounded to the dtype of the export at once: rounded to that of a narrower base before, it would
-    lose a part of what the adapters have learnt. `layers`: by the names of their weights.
+    lose a part of what the adapters have learnt. `layers`: by the identity of their weights.
     """
-    layer = next((layers[name] for name in entry.names if name in layers), None)
-    return entry.tensor.detach() if layer is None else layer.merged(dtype)
-
-
-def _stored(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None) -> StoredModel:
-    with as_user_errors(ValueError, prefix="export: "):
-        tensors = [entry for entry in tensors_of(model) if not adapters.is_adapter(entry.name)]
-        return stored_model(tensors, key_map, dtype, with_values=False)
+    layer = layers.get(id(tensor))
+    return tensor.detach() if layer is None else layer.merged(dtype)
 
 
 def _reader_by_type(model_type: str) -> str:

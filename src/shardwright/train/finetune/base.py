@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint import Box, Damaged, ModelTensor, boxes_of, sealed, tensors_of, unsealed
+from shardwright.checkpoint import Damaged, ModelTensor, tensors_of
+from shardwright.common.sealed_json import sealed, unsealed
 from shardwright.engine import RankGroup
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import is_adapter
@@ -81,19 +82,19 @@ def _parts(entry: ModelTensor) -> dict[tuple[tuple[int, ...], tuple[int, ...]], 
     shape = tuple(entry.tensor.shape)
     salt = zlib.crc32(repr(shape).encode())
     return {
-        (tuple(box.offsets), tuple(box.local.shape)): _sum_of_hashes(box.local, box.offsets, shape, salt)
-        for box in _boxes(entry)
-        if box.local.numel()
+        (offsets, tuple(local.shape)): _sum_of_hashes(local, offsets, shape, salt)
+        for offsets, local in _boxes(entry)
+        if local.numel()
     }
 
 
-def _boxes(entry: ModelTensor) -> list[Box]:
-    """Return the boxes of this rank, also of a parameter that torch's engine has cut."""
+def _boxes(entry: ModelTensor) -> Sequence[tuple[tuple[int, ...], Tensor]]:
+    """Return the boxes of this rank, also of a parameter that torch's engine has cut: offsets and elements."""
     tensor = entry.tensor
     if isinstance(tensor, DTensor) and entry.unit is None:
         chunks = tensor.__create_chunk_list__()
-        return [Box(tuple(chunk.offsets), tensor.to_local().detach()) for chunk in chunks]
-    return boxes_of(entry)
+        return [(tuple(chunk.offsets), tensor.to_local().detach()) for chunk in chunks]
+    return entry.boxes()
 
 
 @torch.no_grad()

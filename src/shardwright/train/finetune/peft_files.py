@@ -18,17 +18,8 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import (
-    KeyMap,
-    SafetensorsFile,
-    mesh_of,
-    open_stored,
-    same_bits,
-    source_of,
-    write_json,
-    write_model,
-)
-from shardwright.engine import OtherRankFailed, RankGroup, units_of
+from shardwright.checkpoint import KeyMap, open_stored, ranks_of, source_of, write_json, write_model
+from shardwright.engine import OtherRankFailed
 from shardwright.train.config.sections.finetune import FinetuneConfig
 from shardwright.train.config.shapes.hub import is_hub_name
 from shardwright.train.errors import UserError, as_user_errors
@@ -125,35 +116,24 @@ def write_adapters(
     final = Path(folder).absolute()
     names = _names(model, key_map)
     _check_peft_keeps(model)
-    mesh = mesh_of(units_of(model))
-    RankGroup.of_mesh(mesh).run_own(lambda: _check_place(final), others_raise=OtherRankFailed)
+    ranks_of(model).run_own(lambda: _check_place(final), others_raise=OtherRankFailed)
 
     def finish(partial: Path) -> None:
-        if names.copies:
-            _write_again(partial / "model.safetensors", partial / WEIGHTS_FILE, names.copies)
-        else:
-            os.replace(partial / "model.safetensors", partial / WEIGHTS_FILE)
+        os.replace(partial / "model.safetensors", partial / WEIGHTS_FILE)
         write_json(partial / CONFIG_FILE, _config(settings, names, base, task))
 
     try:
         write_model(
-            model, final, key_map=names.key_map, max_shard_size=1 << 60, dtype=dtype, add_files=finish
+            model,
+            final,
+            key_map=names.key_map,
+            max_shard_size=1 << 60,
+            dtype=dtype,
+            copies=names.copies,
+            add_files=finish,
         )
     except OSError as error:
         raise UserError(f"{final}: cannot write: {error}; choose another folder") from error
-
-
-def _write_again(old: Path, new: Path, copies: Mapping[str, str]) -> None:
-    """Replace a file by one that also has tied parameters under their further names, as peft expects."""
-    stored = open_stored(old)
-    stored |= {key: stored[first] for key, first in copies.items()}
-    file = SafetensorsFile(new, {key: (each.shape, each.dtype) for key, each in stored.items()})
-    try:
-        for key, each in stored.items():
-            file.write(key, each.view())
-    finally:
-        file.close()
-    old.unlink()
 
 
 def _check_peft_keeps(model: nn.Module) -> None:
@@ -201,7 +181,7 @@ def read_adapters(
     path = Path(folder)
     names = _names(model, key_map)
     # The files may be missing on one host alone. Then no other rank may wait in the collectives of load_pretrained.
-    file = RankGroup.of_mesh(mesh_of(units_of(model))).run_own(
+    file = ranks_of(model).run_own(
         lambda: _checked_file(model, path, settings, names), others_raise=UserError
     )
     with as_user_errors(ValueError, OSError, prefix=f"{file}: cannot read the adapters: "):
@@ -219,7 +199,7 @@ def _checked_file(model: nn.Module, folder: Path, settings: FinetuneConfig, name
     expected |= {key: expected[first] for key, first in names.copies.items()}
     _check_tensors(file, {key: tuple(each.shape) for key, each in stored.items()}, expected)
     for key, first in names.copies.items():
-        if not same_bits(stored[key].view(), stored[first].view()):
+        if not stored[key].equals(stored[first]):
             raise UserError(
                 f"{file}: expected equal values of {first} and {key}, which the model ties, found others; these "
                 "adapters were trained on a model that does not tie them"

@@ -1,4 +1,4 @@
-"""The data of a job that is planned or measured: samples of zeros, as many as it asks for. No file is read."""
+"""The data of a job that is planned or measured: any number of samples of zeros. No file is read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,21 @@ from torch import Tensor
 from shardwright.train.config import Config
 from shardwright.train.data.samples.batch import Batch
 
-#: Micro-batches of a validation: the one before is freed while the next one runs.
+#: Micro-batches of a validation on each rank. A second one shows the memory of two at a time, since the first is freed
+#: only while the second one runs; further ones take no more.
 ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class AbsentStream:
-    """Samples of zeros, as many as anyone asks for. `declare` is called with each of their tensors."""
+    """A stream of samples of zeros, with the interface of a stream of real ones.
+
+    Attributes:
+        seq_len: tokens of a sample.
+        separate: whether samples say which document each token is of.
+        windows: the number of samples.
+        declare: called with each new tensor of a batch, so that a trace knows it.
+    """
 
     seq_len: int
     separate: bool
@@ -53,7 +61,7 @@ class AbsentStream:
 
 @dataclass(frozen=True)
 class AbsentData:
-    """The data of a run that is planned: its samples have one document each."""
+    """The data of a run that is planned, in which each sample is one document."""
 
     train: AbsentStream
     vocab_size: int

@@ -22,7 +22,7 @@ from shardwright.train.launch.judgement import end_of_hang
 from shardwright.train.launch.torchrun import agent_process
 from shardwright.train.rank.hang_watch import KEY
 from shardwright.train.run.exits import TRY_AGAIN, Outcome
-from shardwright.watching import STOPPED, STOPPED_AT_START, Diagnosis, Looks, Processes, diagnose_start
+from shardwright.watching import Diagnosis, Starting
 
 EVERY = 1.0
 """Seconds between two looks."""
@@ -51,16 +51,11 @@ def _watch(
         agent, command = agent_process(), psutil.Process().cmdline()
     except Exception:
         return  # the main thread says so
-    processes, looks = Processes(), Looks(stall_seconds)
+    starting = Starting(stall_seconds, KEY)
     while stall_seconds and not ended.wait(EVERY):
-        since = looks.note()
-        seen = [processes.look(each, pid, since) for each, pid in _ranks(agent, command).items()]
-        verdict = diagnose_start(seen, min(STOPPED_AT_START, stall_seconds), KEY)
-        if verdict is None or rank != min(
-            (each.rank for each in seen if each.process != STOPPED), default=rank
-        ):
-            continue
-        _end(verdict, [each.pid for each in seen if each.rank in verdict.culprits], record)
+        seen = starting.look(_ranks(agent, command))
+        if (verdict := starting.judge(seen)) is not None and rank == starting.first_running(seen):
+            _end(verdict, [each.pid for each in seen if each.rank in verdict.culprits], record)
 
 
 def _end(verdict: Diagnosis, pids: list[int], record: Callable[[Outcome], None]) -> None:

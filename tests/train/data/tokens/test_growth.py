@@ -121,7 +121,7 @@ def _bytes(batch: Batch) -> tuple[bytes, ...]:
     return tuple(each.numpy().tobytes() for each in tensors if each is not None)
 
 
-@pytest.mark.extensive("each step of each source", but=("data1-*-4", "data2-*-2"))
+@pytest.mark.extensive("each step of each source", but=("data1-*-False-4", "data2-*-True-2"))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("growth", GROWTHS)

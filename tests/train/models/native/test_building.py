@@ -8,13 +8,14 @@ import sys
 from collections import namedtuple
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from shardwright.train.config import Config
-from shardwright.train.config.catalog.kinds import kinds
 from shardwright.train.errors import UserError
+from shardwright.train.extend import kinds
 from shardwright.train.models.build import build_model
 from shardwright.train.parallel import host_memory, recipe
 from tests.support.pool import multirank
@@ -115,7 +116,7 @@ def eight_billion(**parallel_section: Any) -> Config:
 
 def test_the_check_counts_all_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = namedtuple("memory", "total")
-    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: memory(128 * 10**9))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory(128 * 10**9))
     whole, ours = eight_billion(engine="fsdp2"), eight_billion()
     weights, tables = 4 * 8_030_261_248, 4 * 131_072 * 128
     assert host_memory.building_bytes(whole.for_building, 8, "cuda").total == weights + tables

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shardwright.activations import checkpoint_blocks, compile_blocks
+from shardwright.train.extend import Decoder
 from shardwright.train.models import packed
 from shardwright.train.models.native import hybrid, llama, mamba
-from shardwright.train.models.native.decoder import Decoder
 from shardwright.train.models.native.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.native.llama import Llama, LlamaConfig
 from shardwright.train.models.native.mamba import selective_scan

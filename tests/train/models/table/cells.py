@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from shardwright.engine import RankGroup
-from shardwright.engine.extend import ExtensionError
+from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.finetuning import check_called

@@ -18,15 +18,14 @@ import shardwright as sw
 from shardwright.engine import heartbeat
 from shardwright.engine.comm import HostStreams, hears_dtensor, streams_for, use_streams, watched
 from shardwright.engine.compat.dtensor import functional_collectives
-from shardwright.train.config.catalog.records import StepRecord
-from shardwright.train.launch.signals import StopRequest
+from shardwright.train.extend import StepRecord
 from shardwright.train.report.page.notes import notes_picture
 from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.account.clock import Event
 from shardwright.train.step.account.step_notes import NOTED, NotesOfStep
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank, world_mesh
-from tests.train.kit.jobs import tiny, trainer
+from tests.train.kit.jobs import tiny, train_step, trainer
 
 CPU = torch.device("cpu")
 
@@ -44,7 +43,7 @@ def noting(folder: Path, event: Any = None) -> Iterator[NotesOfStep]:
 
 def rows_of(folder: Path) -> tuple[dict[str, Any], list[tuple[str, str, int]]]:
     """The file, and of each mark of a stream its act, its unit and its time on the device."""
-    content = json.loads(RunFolder(folder).notes_file.read_text())
+    content = json.loads((folder / "step_notes.json").read_text())
     names = content["names"]
     rows = [(names[name], names[unit], time) for _, kind, unit, name, time in content["notes"] if kind == 6]
     return content, rows
@@ -165,7 +164,7 @@ def test_collectives_of_tensor_parallelism_are_noted(rank: int, world_size: int,
         with heartbeat.listening(clock), hears_dtensor(clock) if step > 1 else nullcontext():
             clock.begin()
             notes.before_step(step)
-            job.train_step(StopRequest())
+            train_step(job)
             parts.append(clock.end()[1])
             notes.after_step(cast(StepRecord, SimpleNamespace(step=step)))
     job.close()

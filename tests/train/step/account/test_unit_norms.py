@@ -13,13 +13,12 @@ import torch.distributed as dist
 
 from shardwright.train.commands.pages.report import page_of
 from shardwright.train.commands.pages.shown_run import read_shown_run
-from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.unit_norms import CELLS, UnitNorms, UnitNormsFile, heat_map, read_unit_norms
 from shardwright.train.run.past import Past
 from shardwright.train.run.position import Position
 from shardwright.train.step.numerics import detect
 from tests.support import multirank
-from tests.train.kit.jobs import HYBRID, config_file, records, tiny, train_here, trainer
+from tests.train.kit.jobs import HYBRID, config_file, records, tiny, train_here, train_step, trainer
 from tests.train.kit.plain_norms import plain_norms
 from tests.train.report.page.kit import read_page
 
@@ -50,7 +49,7 @@ def check(rank: int, world_size: int, parallel: dict[str, Any], model: dict[str,
         train={"micro_batch": 1, "max_norm": 0.01},
     )
     job = trainer(config, rank, world_size)
-    agreed = job.train_step(StopRequest()).agreed
+    agreed = train_step(job).agreed
     job.close()
     norms = agreed.unit_norms
     assert agreed.norm is not None and len(norms) >= 4
@@ -98,7 +97,7 @@ def test_units_have_the_norms_of_the_plain_model_and_cost_no_collective(rank: in
                 "all_reduce",
                 lambda *a, every=every, **k: (calls.update([every]), all_reduce(*a, **k))[1],
             )
-            found[every] = job.train_step(StopRequest()).agreed.unit_norms
+            found[every] = train_step(job).agreed.unit_norms
         job.close()
     assert calls[0] == calls[1] > 0 and found[0] == {}
     plain = plain_norms(tiny())
@@ -180,7 +179,7 @@ def test_incidents_name_units(rank: int, world_size: int, every: int) -> None:
     unit_norms = detect._unit_norms
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(detect, "_unit_norms", lambda *a: (seen.append(unit_norms(*a)), seen[-1])[1])
-        result = job.train_step(StopRequest())
+        result = train_step(job)
         assert result.fault is not None and result.agreed.norm is not None
         text = result.fault.reason
         assert "is a spike" in text and "; largest gradient norms by unit: " in text
@@ -189,7 +188,7 @@ def test_incidents_name_units(rank: int, world_size: int, every: int) -> None:
         handle = weight.register_post_accumulate_grad_hook(
             lambda p: p.grad._local_tensor.fill_(math.nan)  # type: ignore[union-attr]
         )
-        result = job.train_step(StopRequest())
+        result = train_step(job)
         handle.remove()
     job.close()
     assert result.fault is not None

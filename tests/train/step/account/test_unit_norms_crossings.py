@@ -19,10 +19,9 @@ from pydantic import ValidationError
 
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.unit_norms import read_unit_norms
 from tests.support import multirank
-from tests.train.kit.jobs import config_file, records, tiny, train_here, trainer
+from tests.train.kit.jobs import config_file, records, tiny, train_here, train_step, trainer
 from tests.train.kit.plain_norms import plain_norms
 
 AXES: dict[str, list[dict[str, Any]]] = {
@@ -74,7 +73,7 @@ def drawn(seed: int) -> Config | None:
 def check(config: Config, rank: int, world_size: int) -> None:
     job = trainer(config, rank, world_size)
     try:
-        agreed = job.train_step(StopRequest()).agreed
+        agreed = train_step(job).agreed
     finally:
         job.close()
     norms = agreed.unit_norms

@@ -21,7 +21,7 @@ from shardwright.train.run.folder import RunFolder
 from shardwright.train.step.account import out_of_memory, step_notes
 from shardwright.train.step.account.clock import PARTS
 from shardwright.train.step.trainer import Trainer
-from tests.train.kit.jobs import config_file, ranks, records, tiny, train_here
+from tests.train.kit.jobs import config_file, profile_of, ranks, records, run_record, tiny, train_here
 
 SHORT = (
     "--parallel.engine",
@@ -53,18 +53,18 @@ def test_a_run_divides_its_time_and_traces_the_steps_asked_for(
         assert all(step["parts"][name] > 0 for name in PARTS)
     # Two clocks measure the wait for data, and a busy machine may pause the process between their readings.
     assert min(abs(step["parts"]["data"] - step["data_seconds"]) for step in steps) < 1e-3
-    results = RunFolder(run).record()["results"]
+    results = run_record(run)["results"]
     assert results["time_shares"] == pytest.approx(time_shares(steps[3:]))
     assert "  time            " in printed and "backward" in printed
     # The trace
-    path = RunFolder(run).profile(2, 3, 0)
+    path = profile_of(run, 2, 3, 0)
     assert printed.count(str(path)) == 1 and f"trace of steps 2 to 3: {path}" in printed
     names = names_in(path)
     assert [name for name in names if name.startswith("step ")] == ["step 2", "step 3"]
     assert names.count("forward") == names.count("backward") == 8  # micro-batches of two steps
     assert names.count("all-reduce of the loss") == 2 and names.count("data") == 2
     # The notes of step 3
-    notes = json.loads(RunFolder(run).notes_file.read_text())
+    notes = json.loads((run / "step_notes.json").read_text())
     assert (notes["step"], notes["rank"], notes["left_out"]) == (3, 0, 0)
     kinds = [notes["kinds"][row[1]] for row in notes["notes"]]
     assert set(kinds) >= {"lease", "release", "begin", "end", "phase"}
@@ -118,7 +118,7 @@ def test_a_trace_names_the_steps_that_it_has(
     run = tmp_path / "run"
     arguments = (*SHORT, *settings, "--run.hooks", f'["spoiling:{hook}"]', "--profile.steps", "[3, 4]")
     assert train_here(config_file(tmp_path), "--run.dir", run, *arguments) == status
-    path = RunFolder(run).profile(3, 4, 0)
+    path = profile_of(run, 3, 4, 0)
     assert [int(name.split()[1]) for name in names_in(path) if name.startswith("step ")] == traced
     assert f"trace of steps {words}: {path}; open it" in capsys.readouterr().out
     assert heartbeat.current is None
@@ -168,7 +168,7 @@ def test_on_a_gpu_parts_add_up_and_ranges_stand_above_kernels(tmp_path: Path) ->
     for step in records(run)[1:]:
         assert sum(step["parts"].values()) == pytest.approx(step["seconds"], rel=0.01)
         assert step["parts"]["forward"] > 0 and step["parts"]["backward"] > 0
-    assert {"step 3", "forward"} <= {*names_in(RunFolder(run).profile(3, 3, 0), "gpu_user_annotation")}
+    assert {"step 3", "forward"} <= {*names_in(profile_of(run, 3, 3, 0), "gpu_user_annotation")}
 
 
 @pytest.mark.extensive("a file of each rank")
@@ -178,7 +178,7 @@ def test_each_rank_writes_a_trace_with_the_names_of_units(tmp_path: Path) -> Non
     ended = ranks(2, "train", config_file(tmp_path), *arguments)
     assert [status for status, _ in ended] == [0, 0], ended
     for rank in range(2):
-        names = names_in(RunFolder(run).profile(2, 2, rank))
+        names = names_in(profile_of(run, 2, 2, rank))
         assert {"prefetch: all-gather of layers.1", "wait: reduce-scatter of layers.0", "forward"} <= {*names}
     parts = [step["parts"] for step in records(run)]
     assert all(part["communication"] > 0 for part in parts)
@@ -202,7 +202,7 @@ def test_a_profiler_that_fails_does_not_end_the_run(
         == 1
     )
     assert "trace of" not in printed.out and not (run / "profile").exists()
-    notes = json.loads(RunFolder(run).notes_file.read_text())
+    notes = json.loads((run / "step_notes.json").read_text())
     assert len(notes["notes"]) == 10 and notes["left_out"] > 10
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from shardwright.cli.program import main as shardwright
+from shardwright.cli import main as shardwright
 from tests.train.kit.jobs import losses
 
 ROOT, MODULE = Path(__file__).parents[4], "tests.train.step.committed.jobs"

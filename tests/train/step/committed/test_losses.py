@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,27 +20,30 @@ def _skip_other_processors() -> None:
         pytest.skip("the losses are those of x86-64 processors with AVX2")
 
 
+Losses = Callable[[str], dict[str, list[str]]]
+
+
 @pytest.fixture(scope="module")
-def of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
-    """The losses by capability and job."""
+def of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Losses:
+    """A function that returns the losses of a capability, by job. It computes them once."""
     _skip_other_processors()
     folder = tmp_path_factory.mktemp("losses")
-    return {capability: found(capability, folder / capability) for capability in CAPABILITIES}
+    return functools.cache(lambda capability: found(capability, folder / capability))
 
 
+@pytest.mark.extensive("two processes for each capability", but=("default",))
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_losses_have_the_committed_bits(
-    capability: str, of_this_machine: dict[str, dict[str, list[str]]]
-) -> None:
+def test_losses_have_the_committed_bits(capability: str, of_this_machine: Losses) -> None:
     of_version = committed().get(VERSION)
     if of_version is None:
         pytest.skip(f"no losses of torch {VERSION}: python -m tests.train.step.committed.jobs adds them")
-    assert of_this_machine[capability] == of_version[capability]
+    assert of_this_machine(capability) == of_version[capability]
 
 
-def test_the_capabilities_have_other_bits(of_this_machine: dict[str, dict[str, list[str]]]) -> None:
+@pytest.mark.extensive("two processes for each capability")
+def test_the_capabilities_have_other_bits(of_this_machine: Losses) -> None:
     """So the setting is really in use."""
-    default, avx2 = (of_this_machine[capability] for capability in CAPABILITIES)
+    default, avx2 = (of_this_machine(capability) for capability in CAPABILITIES)
     assert default != avx2
     for name in JOBS:
         pairs = zip(default[name], avx2[name], strict=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.engine.extend import ExtensionError
+from shardwright.extend import ExtensionError
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.step.evaluation import check_model, validate
@@ -109,6 +109,7 @@ def test_on_two_ranks(
     _same_training(whole, job, TOLERANCE[dtype])
 
 
+@pytest.mark.extensive("each packing", but=("split-*",))
 @multirank(2)
 @pytest.mark.parametrize("packing", ["split", "none"])
 def test_ranks_that_divide_samples(rank: int, world_size: int, packing: str) -> None:

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.train.config.catalog.hooks import TrainerHook
-from shardwright.train.config.catalog.records import StepRecord
+from shardwright.train.extend import StepRecord, TrainerHook
 from shardwright.train.launch.signals import StopRequest
-from shardwright.train.run.position import saved_steps
 from shardwright.train.step.numerics.detect import FaultError
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
-from tests.train.kit.jobs import HYBRID, tiny, trainer
+from tests.train.kit.jobs import HYBRID, steps_in, tiny, trainer
 from tests.train.kit.parallel import take_steps
 from tests.train.parallel.kit.float8 import emulated
 from tests.train.step.numerics.kit import G, Plant, Run, job, lines_of, on_samples, part_of
@@ -300,7 +298,7 @@ def test_nothing_tells_of_a_step_whose_numbers_were_not_read(
     assert run.trainer.position.step == done and run.trainer.is_ahead is (way == "an error")
     assert [line["step"] for line in lines_of(run)] == [*range(1, done + 1)]
     saved = [5] if way == "an error" else [done, 5]
-    assert saved_steps(run.folder.checkpoints) == saved
+    assert steps_in(run.folder.checkpoints) == saved
     resumed = Run(tmp_path, config, rank, world_size).resume()
     plain = trainer(job(train={"steps": STEPS, "micro_batch": 6}), rank, world_size)
     take_steps(plain, saved[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -12,12 +13,10 @@ import pytest
 import torch
 
 from shardwright import cli
-from shardwright.train.config.schema import toml_value
-from shardwright.train.run.position import saved_steps
 from shardwright.train.step.numerics.not_finite import marks, wrong_ranks
 from tests.support.strict_json import WRONG, strict
 from tests.train.kit.hooks import JOB
-from tests.train.kit.jobs import config_file, ranks, train_here
+from tests.train.kit.jobs import config_file, ranks, steps_in, train_here
 
 OWN = '''
 import math
@@ -100,7 +99,7 @@ def train(
     folder: Path, count: int, *options: str, hooks: list[str], run: str = "run"
 ) -> list[tuple[int | None, str]]:
     job = config_file(folder, JOB)
-    arguments = [str(job), "--run.dir", run, "--run.hooks", toml_value(hooks), *options]
+    arguments = [str(job), "--run.dir", run, "--run.hooks", json.dumps(hooks), *options]
     if count == 1:
         return [(train_here(job, *arguments[1:]), "")]
     return ranks(count, "train", *arguments, folders=[folder] * count)
@@ -142,7 +141,7 @@ def test_metrics_that_are_not_finite(folder: Path, count: int, capfd: pytest.Cap
         assert summary.count(f"warning         {text}\n") == 1, (text, summary)
     results = strict((folder / "run" / "run.json").read_text())["results"]
     assert results["metrics"]["one"] is None and results["best"] == {"step": 2, "validation_last": 2.0}
-    assert saved_steps(folder / "run" / "checkpoints") == [8, 2]
+    assert steps_in(folder / "run" / "checkpoints") == [8, 2]
     assert re.search(r"  one +nan\n", summary)
     # A resume reads what was written, and a comparison, too.
     assert cli.main(["train", "--resume", "run", "--train.steps", "9"]) == 0
@@ -164,7 +163,7 @@ def test_a_validation_loss_that_is_not_finite(folder: Path, capfd: pytest.Captur
     summary = (folder / "run" / "summary.txt").read_text()
     assert re.search(r"validation +nan on ", summary)  # not the last finite one
     assert strict((folder / "run" / "run.json").read_text())["results"]["validation_loss"] is None
-    assert saved_steps(folder / "run" / "checkpoints") == [8, 2]
+    assert steps_in(folder / "run" / "checkpoints") == [8, 2]
 
 
 def test_no_checkpoint_is_the_best_if_no_value_is_finite(
@@ -177,7 +176,7 @@ def test_no_checkpoint_is_the_best_if_no_value_is_finite(
     assert out.count(f"warning: checkpoint.keep_best: {text}\n") == 1
     assert "best " not in out.replace(text, "") and f"warning         {text}\n" in out
     assert "best" not in strict((folder / "run" / "run.json").read_text())["results"]
-    assert saved_steps(folder / "run" / "checkpoints") == [8]
+    assert steps_in(folder / "run" / "checkpoints") == [8]
 
 
 def test_a_rate_that_is_not_finite_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -24,13 +24,13 @@ from shardwright.train.config import FaultConfig
 from shardwright.train.report.jsonl import read_records
 from shardwright.train.run.metrics import recorded_step
 from shardwright.train.run.past import Past
-from shardwright.train.run.position import Position, saved_steps
+from shardwright.train.run.position import Position
 from shardwright.train.step.numerics.detect import FaultError, is_spike
 from shardwright.train.step.saving.saves import Saves
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.support.matrix import select, together
-from tests.train.kit.jobs import trainer
+from tests.train.kit.jobs import steps_in, trainer
 from tests.train.kit.parallel import next_step, take_steps
 from tests.train.step.numerics.kit import (
     G,
@@ -160,7 +160,7 @@ def test_wrong_numbers_are_answered_with_every_engine(rank: int, world_size: int
             assert [event["incident"]["action"] for event in events] == ([] if newest < 4 else [action]), (
                 where
             )
-            assert saved_steps(run.folder.checkpoints)[0] == newest, where
+            assert steps_in(run.folder.checkpoints)[0] == newest, where
 
 
 # -- what is named -----------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_wrong_weights_and_state_are_not_saved(rank: int, world_size: int, tmp_p
         words = rf"step 4: .* {what} {WEIGHT} \(unit layers.0\) has 1 value on rank 1 .*newest checkpoint is of step 2"
         with pytest.raises(FaultError, match=words):
             run.go()
-        assert saved_steps(run.folder.checkpoints) == [2]
+        assert steps_in(run.folder.checkpoints) == [2]
 
 
 @multirank(2)
@@ -262,7 +262,7 @@ def test_an_optimizer_in_backward_can_only_stop_or_rewind(rank: int, world_size:
     )
     with pytest.raises(FaultError, match=words):
         run.go()
-    assert saved_steps(run.folder.checkpoints) == [2]
+    assert steps_in(run.folder.checkpoints) == [2]
     config = job(fault={"on_non_finite": "rewind"}, **settings)
     run = Run(tmp_path / "rewind", config, rank, world_size, wrong)
     assert run.go() == [n * G for n in range(6)]
@@ -341,7 +341,7 @@ def test_a_rewind_goes_back_far_enough_and_drops_what_is_newer(
         patch.setattr(
             Saves,
             "forget_after",
-            lambda *arguments: (plain(*arguments), there.append(saved_steps(run.folder.checkpoints)))[0],
+            lambda *arguments: (plain(*arguments), there.append(steps_in(run.folder.checkpoints)))[0],
         )
         assert run.go() == [n * G for n in range(8)]
     assert there == [[2]]  # not 3 and 4: a resume would take them
@@ -375,7 +375,7 @@ def test_a_resume_goes_on_as_if_nothing_had_happened(rank: int, world_size: int,
     def copy() -> None:
         """The files that a kill before this step leaves. Only the last one with the same checkpoints and incidents."""
         steps, past = (
-            RankGroup().run_on_first(lambda: saved_steps(whole.folder.checkpoints)),
+            RankGroup().run_on_first(lambda: steps_in(whole.folder.checkpoints)),
             whole.trainer.position.past,
         )
         if steps:

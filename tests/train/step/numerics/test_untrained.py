@@ -27,12 +27,11 @@ from shardwright.train.data.tokens.tokenizers import Bytes
 from shardwright.train.data.tokens.tokens import Tokens
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
-from shardwright.train.run.position import saved_steps
 from shardwright.train.step.account.conclusion import counts_of_incidents, incidents_in_words
 from shardwright.train.step.trainer import Trainer
 from tests.support import multirank
 from tests.support.matrix import select, together
-from tests.train.kit.jobs import HYBRID
+from tests.train.kit.jobs import HYBRID, steps_in
 from tests.train.kit.parallel import take_steps
 from tests.train.step.numerics.kit import Run, job, lines_of, weight_of
 
@@ -186,7 +185,7 @@ def test_a_resume_repeats_no_batch_and_forgets_none(rank: int, world_size: int, 
     kills: list[Path] = []
 
     def copy() -> None:
-        if RankGroup().run_on_first(lambda: saved_steps(whole.folder.checkpoints)):
+        if RankGroup().run_on_first(lambda: steps_in(whole.folder.checkpoints)):
             kills.append(tmp_path / f"killed {len(kills)}")
             if rank == 0:
                 shutil.copytree(whole.folder.path, kills[-1])

@@ -18,13 +18,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwright import cli
-from shardwright.checkpoint import INDEX
+from shardwright.checkpoint import INDEX, Damaged
 from shardwright.checkpoint.load import collective_load
 from shardwright.checkpoint.load.checkpoints import OwnCheckpoint
 from shardwright.checkpoint.save import collective_save
 from shardwright.checkpoint.storage import local_store
 from shardwright.checkpoint.training import load_checkpoint
-from shardwright.common.errors import Damaged
 from shardwright.train.config import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.report import progress

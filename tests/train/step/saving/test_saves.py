@@ -31,15 +31,13 @@ from shardwright.checkpoint import nested
 from shardwright.checkpoint.format.archive import host_bytes
 from shardwright.checkpoint.format.index import name_of, parse_index
 from shardwright.checkpoint.save import collective_save
-from shardwright.checkpoint.storage import local_store
 from shardwright.checkpoint.storage.local_files import LocalFiles
 from shardwright.engine import RankGroup
 from shardwright.train.config import CheckpointConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import Position, saved_steps
+from shardwright.train.run.position import Position
 from shardwright.train.step import loading
 from shardwright.train.step.loading import verified_checkpoint
 from shardwright.train.step.saving import checkpoint
@@ -48,7 +46,7 @@ from shardwright.train.step.saving.saves import SOUND, Condition, Saves, steps_t
 from tests.checkpoint.kit.states import load_state
 from tests.support import multirank
 from tests.train.kit.damage import Job, flipped
-from tests.train.kit.jobs import config_file, losses, ranks, tiny, train_here, trainer
+from tests.train.kit.jobs import config_file, losses, ranks, run_record, steps_in, tiny, train_here, trainer
 from tests.train.kit.parallel import take_steps
 
 
@@ -83,9 +81,9 @@ def test_the_newest_stay_and_those_of_every_nth_step(tmp_path: Path) -> None:
     saves = job.saves(keep=2, keep_every=4)
     for step in range(1, 11):
         job.save(saves, step)
-    assert saved_steps(tmp_path) == [10, 9, 8, 4]
+    assert steps_in(tmp_path) == [10, 9, 8, 4]
     job.save(job.saves(keep=1), 11)
-    assert saved_steps(tmp_path) == [11]
+    assert steps_in(tmp_path) == [11]
 
 
 def test_damaged_checkpoints_do_not_count(tmp_path: Path) -> None:
@@ -93,21 +91,21 @@ def test_damaged_checkpoints_do_not_count(tmp_path: Path) -> None:
     job = Small(tmp_path)
     for step in range(1, 5):
         job.save(job.saves(keep=3), step)
-    assert saved_steps(tmp_path) == [4, 3, 2]
+    assert steps_in(tmp_path) == [4, 3, 2]
     job.damage(3)
     job.save(job.saves(keep=2), 5)
-    assert saved_steps(tmp_path) == [5, 4]
+    assert steps_in(tmp_path) == [5, 4]
     job.damage(4)
     saves = job.saves(keep=2, keep_every=4)
     job.save(saves, 6)
-    assert saved_steps(tmp_path) == [6, 5, 4]
+    assert steps_in(tmp_path) == [6, 5, 4]
     job.save(saves, 7)
     job.save(saves, 8)
-    assert saved_steps(tmp_path) == [8, 7, 4]  # a step to keep for ever, damaged or not
+    assert steps_in(tmp_path) == [8, 7, 4]  # a step to keep for ever, damaged or not
     # After a fall-back from damaged ones to an older step.
     job.damage(8)
     job.save(job.saves(keep=1), 7)
-    assert saved_steps(tmp_path) == [7]
+    assert steps_in(tmp_path) == [7]
 
 
 def test_nothing_is_read_if_nothing_is_to_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +126,7 @@ def test_nothing_is_read_if_nothing_is_to_delete(tmp_path: Path, monkeypatch: py
     for step in (5, 6, 7):
         job.save(saves, step)
     assert compared == ["step-4", "step-3"]  # once, and none that this session has written
-    assert saved_steps(tmp_path) == [7, 6, 5]
+    assert steps_in(tmp_path) == [7, 6, 5]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step"])
@@ -152,7 +150,7 @@ def test_bytes_that_change_on_their_way_to_the_disk_cost_no_older_checkpoint(
     assert (tmp_path / "step-1" / "index.json").read_bytes() == before
     verified_checkpoint(tmp_path / "step-1")
     job.save(saves, 2)
-    assert saved_steps(tmp_path) == [2]
+    assert steps_in(tmp_path) == [2]
 
 
 # -- saves that fail ---------------------------------------------------------------------------------------------------
@@ -184,7 +182,7 @@ def test_a_rank_that_cannot_write_stops_or_delays_all(rank: int, world_size: int
     dist.barrier()
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"] and job.load().step == 1
     save(goes_on, 4, failing=False)
-    assert saved_steps(tmp_path) == [4] and job.load().step == 4 and job.is_at(4)
+    assert steps_in(tmp_path) == [4] and job.load().step == 4 and job.is_at(4)
     with pytest.raises(SaveFailedError, match="step-5: cannot write: rank 1"):
         save(goes_on, 5, failing=True, last=True)
 
@@ -215,10 +213,10 @@ def test_a_run_whose_last_files_cannot_be_written_is_not_finished(
     assert train_here(config, "--run.dir", folder) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and f"{name}: cannot write: Is a directory" in error
-    assert RunFolder(folder).record()["status"] == "failed" and saved_steps(folder / "checkpoints")[0] == 8
+    assert run_record(folder)["status"] == "failed" and steps_in(folder / "checkpoints")[0] == 8
     (folder / name).rmdir()
     assert train_here(config, "--resume", folder) == 0
-    record = RunFolder(folder).record()
+    record = run_record(folder)
     assert (
         record["status"] == "finished" and record["results"]["train_loss"] > 0 and (folder / name).is_file()
     )
@@ -249,11 +247,11 @@ def test_a_failed_save_is_in_the_metrics_and_the_summary(
     out = capsys.readouterr().out
     assert out.count("warning: checkpoint of step 3: ") == 1
     assert "  warning         checkpoint of step 3: " in folder.joinpath("summary.txt").read_text()
-    assert saved_steps(folder / "checkpoints") == [8, 6]
+    assert steps_in(folder / "checkpoints") == [8, 6]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (failure,) = [line for line in lines if "save_failure" in line]
     assert failure["step"] == 3 and "__0_0.distcp: Input/output error" in failure["save_failure"]
-    assert RunFolder(folder).record()["results"]["failed_saves"] == 1
+    assert run_record(folder)["results"]["failed_saves"] == 1
     assert [line["loss"] for line in lines if line is not failure] == losses(plain_run)
     # Every reader of metrics, and a resume.
     assert cli.main(["compare", str(plain_run), str(folder), "--out", str(tmp_path / "compared")]) in (0, 2)
@@ -272,7 +270,7 @@ def test_the_last_save_of_a_run_must_succeed(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "save_failure" in line] == [3, 6]
     assert sum("loss" in line for line in lines) == 8
-    assert RunFolder(folder).record()["status"] == "failed"
+    assert run_record(folder)["status"] == "failed"
     assert list((folder / "checkpoints").iterdir()) == []
 
 
@@ -294,9 +292,7 @@ def test_a_full_disk_keeps_what_is_on_it(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     if "__0_0" in reason:  # as if another program took the space in between
-        monkeypatch.setattr(
-            local_store.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1 << 40)
-        )
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1 << 40))
     job = Small(small_disk, features=7_000)  # 168 KB with its moments
     saves = job.saves(keep=1, on_save_failure="continue")
     job.save(saves, 1)
@@ -515,4 +511,4 @@ def test_checkpoints_for_a_rewind_stay(tmp_path: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     options = ("--checkpoint.every", "1", "--checkpoint.keep", "1", "--validation.every", "0")
     assert train_here(config, "--run.dir", folder, *options, "--fault.rewind_steps", "3") == 0
-    assert saved_steps(folder / "checkpoints") == [8, 7, 6, 5]
+    assert steps_in(folder / "checkpoints") == [8, 7, 6, 5]

@@ -22,8 +22,7 @@ from shardwright.checkpoint.storage.local_store import LocalStore
 from shardwright.train.config import CheckpointConfig
 from shardwright.train.launch.signals import StopRequest
 from shardwright.train.report.reporter import Reporter
-from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import Position, saved_steps
+from shardwright.train.run.position import Position
 from shardwright.train.step.loading import verified_checkpoint
 from shardwright.train.step.saving.checkpoint import SaveFailedError
 from shardwright.train.step.saving.saves import Saves
@@ -34,7 +33,9 @@ from tests.train.kit.jobs import (
     finish,
     losses,
     ranks,
+    run_record,
     start,
+    steps_in,
     tiny,
     trainer,
     wait_for,
@@ -58,7 +59,7 @@ def test_a_run_with_background_saves_leaves_the_same_checkpoints(tmp_path: Path,
     job = ("train", config, *ENGINE, *BACKGROUND)
     assert ranks(2, *job, "--run.dir", folder, "--checkpoint.every", "2") == [(0, ""), (0, "")]
     checkpoints = folder / "checkpoints"
-    assert saved_steps(checkpoints) == [8, 6] and len(list(checkpoints.iterdir())) == 2
+    assert steps_in(checkpoints) == [8, 6] and len(list(checkpoints.iterdir())) == 2
     for step in (8, 6):
         verified_checkpoint(checkpoints / f"step-{step}")
         assert digests(checkpoints / f"step-{step}") == digests(sharded_run / "checkpoints" / f"step-{step}")
@@ -77,7 +78,7 @@ def test_a_run_goes_on_without_room_for_a_copy_but_for_the_last_checkpoint(tmp_p
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     failures = {line["step"]: line["save_failure"] for line in lines if "save_failure" in line}
     assert list(failures) == [3, 6] and all("no memory for a copy of" in text for text in failures.values())
-    assert RunFolder(folder).record()["status"] == "failed"
+    assert run_record(folder)["status"] == "failed"
     assert list((folder / "checkpoints").iterdir()) == []
 
 
@@ -147,7 +148,7 @@ def test_a_signal_waits_for_what_is_written(tmp_path: Path) -> None:
     job.send_signal(signal.SIGTERM)
     status, out, err = finish(job, timeout=60)
     assert (status, err) == (143, "") and "stopped by SIGTERM" in out
-    steps = saved_steps(folder / "checkpoints")
+    steps = steps_in(folder / "checkpoints")
     assert len(steps) == 2 and all(
         verified_checkpoint(folder / "checkpoints" / f"step-{step}") for step in steps
     )
@@ -164,7 +165,7 @@ def test_a_writer_that_is_killed_costs_one_checkpoint(rank: int, world_size: int
         if rank == 0:
             wait_for(saves.has_ended)
         saves.finish()
-        assert saved_steps(tmp_path) == [1]
+        assert steps_in(tmp_path) == [1]
         writer = psutil.Process(_writer(saves))
         if rank == 1:
             writer.suspend()

@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -22,19 +23,18 @@ import pytest
 import torch
 
 from shardwright.train.config import load_config
-from shardwright.train.config.catalog.records import RunEnd, StepRecord
 from shardwright.train.errors import UserError
+from shardwright.train.extend import RunEnd, StepRecord
 from shardwright.train.launch import evaluation_process
 from shardwright.train.launch.evaluation_process import EvaluationProcess
 from shardwright.train.report.reporter import Reporter
 from shardwright.train.report.sink_thread import SinkThread
 from shardwright.train.run.evaluations import add_tasks, evaluated_steps, evaluations_of, failures_of
 from shardwright.train.run.folder import RunFolder
-from shardwright.train.run.position import saved_steps
 from shardwright.train.step.saving import task_evaluations
 from shardwright.train.step.saving.task_evaluations import TaskEvaluations, await_tasks
 from tests.support import multirank
-from tests.train.kit.jobs import HYBRID, config_file, finish, start, tiny, train_here, wait_for
+from tests.train.kit.jobs import HYBRID, config_file, finish, start, steps_in, tiny, train_here, wait_for
 from tests.train.kit.lm_eval import install_lm_eval
 
 TASKS = [
@@ -152,10 +152,10 @@ def test_one_evaluation_waits_and_a_newer_one_takes_its_place(bench: Bench) -> N
 def test_a_checkpoint_stays_until_its_evaluation_has_ended(bench: Bench) -> None:
     bench.save(2, 3, 4)
     assert bench.evaluations.unused([2, 3, 4]) == [3]
-    assert saved_steps(bench.folder.checkpoints) == [4, 3, 2]
+    assert steps_in(bench.folder.checkpoints) == [4, 3, 2]
     Process.started[0].finish()
     bench.look()
-    assert saved_steps(bench.folder.checkpoints) == [4, 3]
+    assert steps_in(bench.folder.checkpoints) == [4, 3]
     bench.save(6, 8)  # step 6 waits, then it is left out
     assert bench.evaluations.unused([4, 6, 8]) == [6]
 
@@ -166,7 +166,7 @@ def test_a_checkpoint_to_which_the_run_has_gone_back_stays(bench: Bench) -> None
     bench.evaluations.forget_after(2)
     Process.started[0].finish()
     bench.look()
-    assert 2 in saved_steps(bench.folder.checkpoints)
+    assert 2 in steps_in(bench.folder.checkpoints)
 
 
 def test_an_evaluation_that_fails_is_a_warning_with_its_log(bench: Bench) -> None:
@@ -259,9 +259,9 @@ def test_generated_runs_have_the_results_of_their_own_weights(
             for step in bench.evaluations.unused(range(1, done)):
                 shutil.rmtree(bench.folder.checkpoints / f"step-{step}", ignore_errors=True)
         else:
-            saved = [step for step in saved_steps(bench.folder.checkpoints) if step <= done]
+            saved = [step for step in steps_in(bench.folder.checkpoints) if step <= done]
             back = draw.choice(saved) if event == "rewind" and saved else max(saved, default=0)
-            for step in saved_steps(bench.folder.checkpoints):
+            for step in steps_in(bench.folder.checkpoints):
                 if step > back:
                     shutil.rmtree(bench.folder.checkpoints / f"step-{step}")
             if event == "rewind":
@@ -417,7 +417,7 @@ def test_the_process_is_no_rank_and_leaves_nothing(tmp_path: Path, monkeypatch: 
     script, pids = tmp_path / "python", tmp_path / "pids"
     script.write_text(SCRIPT)
     script.chmod(0o755)
-    monkeypatch.setattr(evaluation_process.sys, "executable", str(script))
+    monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setenv("PIDS", str(pids))
     monkeypatch.setenv("RANK", "0")
     settings = tiny(validation={"tasks": ["colours", "mine.yaml"], "tasks_limit": 7}).validation
@@ -441,7 +441,7 @@ def test_an_error_of_an_earlier_evaluation_is_not_that_of_this_one(
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nkill -9 $$\n")
     script.chmod(0o755)
-    monkeypatch.setattr(evaluation_process.sys, "executable", str(script))
+    monkeypatch.setattr(sys, "executable", str(script))
     log = RunFolder(tmp_path).evaluation_log(4)
     log.parent.mkdir()
     log.write_text("error: no such task\n")
@@ -456,7 +456,7 @@ def test_a_look_at_names_has_a_limit(task: str, tmp_path: Path, monkeypatch: pyt
     script, pids = tmp_path / "python", tmp_path / "pids"
     script.write_text(SCRIPT)
     script.chmod(0o755)
-    monkeypatch.setattr(evaluation_process.sys, "executable", str(script))
+    monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setattr(evaluation_process, "SECONDS_TO_CHECK", 1.0)
     monkeypatch.setenv("PIDS", str(pids))
     if task == "endless":
@@ -588,4 +588,4 @@ def test_lm_eval_beside_two_ranks(example: Path, monkeypatch: pytest.MonkeyPatch
     status, out, err = finish(process)
     assert status == 0, out + err
     assert {"4.json", "8.json"} <= {file.name for file in (folder / "evaluations").iterdir()}, out
-    assert saved_steps(folder / "checkpoints") == [8]
+    assert steps_in(folder / "checkpoints") == [8]

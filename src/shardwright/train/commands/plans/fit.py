@@ -26,7 +26,6 @@ from shardwright.planner import (
     Found,
     Keys,
     Later,
-    Rules,
     Speed,
     Verdict,
     fastest,
@@ -87,10 +86,7 @@ class Search(NamedTuple):
 
 def fit(
     job: PlannedJob,
-    device: Device,
-    rules: Rules,
     json: bool,
-    caches: bool = True,
     processes: int = 1,
     assumed: Sequence[str] = (),
     html: Path | None = None,
@@ -98,7 +94,7 @@ def fit(
     """Print the fastest settings that fit, with those that are slower and smaller; returns 0, or 3 if none fit.
 
     Args:
-        job, device, rules, caches, processes: as for `search`.
+        job, processes: as for `search`.
         json: print all plans as JSON.
         assumed: keys whose values nobody gave, of a job that is a model alone.
         html: a file for a page.
@@ -108,7 +104,7 @@ def fit(
     """
     started = time.monotonic()
     try:
-        plans, speeds, failed, searched = search(job, device, rules, caches, processes)
+        plans, speeds, failed, searched = search(job, processes)
     finally:
         say("")
     config = job()
@@ -123,7 +119,7 @@ def fit(
         }
         print(strict_json(values, indent=2))
     else:
-        rows = _rows(config, device, now, plans, speeds, time.monotonic() - started, not job.assumes)
+        rows = _rows(config, job.device, now, plans, speeds, time.monotonic() - started, not job.assumes)
         print(*(f"{head:8} {text}" for head, text in rows), sep="\n")
         for i, (keys, error) in enumerate([*failed.items()][:SHOWN]):
             print(f"{'' if i else 'failed':8} {_options(config, keys)}: {error}")
@@ -134,14 +130,14 @@ def fit(
     if html is not None:  # after the results, which a page that cannot be written must not lose
         sys.stdout.flush()
         found = Search(plans, speeds, failed, searched)
-        page = _page(job, device, rules, caches, found, best or now, assumed)
+        page = _page(job, found, best or now, assumed)
         write_page(html, page, "Leave out plans: give values of some keys, which the search then keeps")
         if not json:
             print(f"wrote {html}")
     return 0 if best is not None else 3
 
 
-def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, processes: int = 1) -> Search:
+def search(job: PlannedJob, processes: int = 1) -> Search:
     """Plan the job as it is, then settings with which it may be faster, or fit.
 
     The settings change no number of the run, except for the order of sums. Keys of the command line stay. Tensor and
@@ -150,14 +146,12 @@ def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, p
 
     Args:
         job: the job.
-        device: of each rank.
-        rules: of PyTorch's allocator.
-        caches: take programs that were traced before, and keep new ones.
         processes: plans that are made at a time. With 1 they are made in this process.
 
     Raises:
         UserError: the device's speed is not known, or no plan covers the job.
     """
+    device = job.device
     if device.figures is None:
         raise UserError(
             f"--fit: expected a device whose speed is known, found {device.name!r}; its file needs a table [speed]"
@@ -173,9 +167,9 @@ def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, p
         return frozenset(changed(config, keys))
 
     further, smaller, last = further_settings(config, job.ranks, device.figures, dict(job.keys))
-    made = _Plans(functools.partial(planned, job, device, rules, caches))
+    made = _Plans(functools.partial(planned, job))
     with (
-        _pool(processes, _modules(config, job.ranks, device, caches)) as made.pool,
+        _pool(processes, _modules(job, config)) as made.pool,
         patience(_Shown(), made.words),
     ):
         now = made.plan(())()
@@ -192,7 +186,7 @@ def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, p
             seen = {each.keys for each in again}
             plans = [*again, *(each for each in plans if each.keys not in seen)]
     if not plans:
-        program_and_verdict(config, job.ranks, device, rules, caches)  # raises an error of the job itself
+        program_and_verdict(job, config)  # raises an error of the job itself
         raise UserError("--fit: no plan covers any of its settings")
     searched: dict[str, list[str]] = {}
     for axis in (axis for axes in grids(()) for axis in axes):
@@ -202,10 +196,10 @@ def search(job: PlannedJob, device: Device, rules: Rules, caches: bool = True, p
     return Search(plans, made.speeds, made.failed, searched)
 
 
-def _modules(config: Config, ranks: int, device: Device, caches: bool) -> list[str]:
+def _modules(job: PlannedJob, config: Config) -> list[str]:
     """Return the modules that plans of a search will need: none if the job's own plan is kept, and so probably all are
     of an earlier search."""
-    key = cache_key(config, ranks, device.kind) if caches else None
+    key = cache_key(config, job.ranks, job.device.kind) if job.caches else None
     if key is not None and load_program(key) is not None:
         return []
     return [*PRELOADED, *([OF_TRANSFORMERS] if base_of(config.model.shape()) is not None else [])]
@@ -297,11 +291,11 @@ class _Shown:
 
 
 @one_collection()
-def planned(job: PlannedJob, device: Device, rules: Rules, caches: bool, keys: Keys) -> _Result:
-    """Return the plan of some settings. None: they do not go together. A text: an error, which ends no search."""
+def planned(job: PlannedJob, keys: Keys) -> _Result:
+    """Return the plan of some settings, None if they do not go together, or an error's text, which ends no search."""
     try:
         config = job(keys)
-        _, verdict = program_and_verdict(config, job.ranks, device, rules, caches, with_range=False)
+        _, verdict = program_and_verdict(job, config, with_range=False)
     except UserError:
         return None
     except Exception as error:
@@ -416,22 +410,14 @@ def _values(each: Found, speeds: Mapping[Keys, Speed]) -> dict[str, object]:
     }
 
 
-def _page(
-    job: PlannedJob,
-    device: Device,
-    rules: Rules,
-    caches: bool,
-    found: Search,
-    shown: Found | None,
-    assumed: Sequence[str],
-) -> str:
+def _page(job: PlannedJob, found: Search, shown: Found | None, assumed: Sequence[str]) -> str:
     """Return the page of a search: the plan of some settings, without any those of the job, and all plans."""
     config = job(() if shown is None else shown.keys)
-    program, verdict = program_and_verdict(config, job.ranks, device, rules, caches)
+    program, verdict = program_and_verdict(job, config)
     values = {key: config.value_at(key) for key in assumed if key not in found.searched}
     what = "the fastest settings that fit" if shown is not None and shown.fits else "the job as it is"
     grid = {**grid_of(job(), found), "shown": what}
-    lines = head(config, job.ranks, device).split("\n")
+    lines = head(job, config).split("\n")
     return plan_page(config.run.name, lines, program, verdict, (), values, grid)
 
 

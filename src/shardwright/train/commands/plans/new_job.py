@@ -393,9 +393,9 @@ def with_plan(
     path.write_text(text_of(sections))
     keys = READ_ALONE if "path" in sections["model"] else ()
     say(f"Planning settings for {wanted.ranks} x {device.name}: this takes minutes.")
-    job = PlannedJob(str(path), keys, wanted.ranks)
+    job = PlannedJob(str(path), keys, wanted.ranks, device, Rules.of(os.environ))
     try:
-        found = search(job, device, Rules.of(os.environ), True, processes)
+        found = search(job, processes)
     finally:
         say_in_place("")
     best = fastest(found.plans)

@@ -6,17 +6,16 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from shardwright.common.json_text import strict_json
 from shardwright.planner import (
-    Device,
     Program,
-    Rules,
     Verdict,
-    as_json,
+    as_values,
     in_gib,
     in_time,
     judge,
@@ -27,12 +26,13 @@ from shardwright.planner import (
     with_setting,
 )
 from shardwright.train.commands.pages.html_file import write_page
+from shardwright.train.commands.plans.planned_job import PlannedJob
 from shardwright.train.config import Config
 from shardwright.train.config.axes import AXES
 from shardwright.train.config.catalog.kinds import model_in_words
 from shardwright.train.config.plans.cache_key import cache_key
 from shardwright.train.config.plans.memory_edits import Keys, edits_of, edits_of_host, in_words
-from shardwright.train.errors import UserError, as_user_errors, counted
+from shardwright.train.errors import UserError, counted
 from shardwright.train.models.offers import sizes_of
 from shardwright.train.report.page.plan import plan_page
 
@@ -45,43 +45,46 @@ LEAST = 0.01  #: part of the reserved bytes that an edit must be able to save, t
 
 
 def plan(
-    configured: Callable[[Keys], Config],
-    ranks: int,
-    device: Device,
+    job: PlannedJob,
     json: bool,
     assumed: Sequence[str] = (),
     names_edits: bool = True,
-    caches: bool = True,
     html: Path | None = None,
 ) -> int:
-    """Print the verdict on the job, and edits that save memory if it does not fit well; returns 0, or 3 if it does not.
+    """Print the verdict on a job, and edits that save memory if it does not fit well.
 
-    `configured`: the configuration with further keys. `assumed`: keys whose values nobody gave. `caches`: take programs
-    that were traced before, and keep new ones. With these PyTorch is not imported. `html`: a file for a page.
+    Args:
+        job: the job.
+        json: print the values as JSON.
+        assumed: keys whose values nobody gave.
+        names_edits: look for edits.
+        html: a file for a page.
+
+    Returns:
+        The status of the process: 0, or 3 if the job does not fit.
 
     Raises:
         UserError: the configuration does not fit the number of ranks, no plan covers it, or the page cannot be written.
     """
-    config = configured(())
-    with as_user_errors(ValueError):
-        rules = Rules.of(os.environ)
-    program, verdict = program_and_verdict(config, ranks, device, rules, caches)
+    config = job()
+    program, verdict = program_and_verdict(job, config)
     if not json:
-        print(head(config, ranks, device), verdict, *_run(config, verdict), sep="\n")
+        print(head(job, config), verdict, *_run(config, verdict), sep="\n")
         for line in assumptions(config, assumed):
             print(line)
         sys.stdout.flush()  # edits take some time
     edits: list[tuple[str, Verdict]] = []
     failed: dict[str, str] = {}
     if names_edits and verdict.answer != "yes":
-        if not rules.expandable:
-            other = judge(program, device, ranks, replace(rules, expandable=True), verdict.speed)
+        if not job.rules.expandable:
+            rules = replace(job.rules, expandable=True)
+            other = judge(program, job.device, job.ranks, rules, verdict.speed)
             edits.append((with_setting(os.environ, "expandable_segments:True"), other))
-        tried = _edits_to_try(config, ranks, verdict)
+        tried = _edits_to_try(config, job.ranks, verdict)
         for i, keys in enumerate(tried):
             say(f"edit {i + 1} of {len(tried)}: {in_words(keys)}")
             try:
-                _, other = program_and_verdict(configured(keys), ranks, device, rules, caches, False)
+                _, other = program_and_verdict(job, job(keys), with_range=False)
             except UserError:  # it does not go together with another key
                 continue
             except Exception as error:  # a mistake of one plan must not cost the others
@@ -92,18 +95,18 @@ def plan(
     edits = sorted((each for each in edits if _helps(verdict, each[1])), key=_merit)[:EDITS]
     values = {key: config.value_at(key) for key in assumed}
     if json:
-        print(as_json(verdict, edits, values, failed))
+        print(strict_json(as_values(verdict, edits, values, failed), indent=2))
     else:
         for i, row in enumerate(_rows_of_edits(verdict, edits, failed)):
             print(f"{'' if i else 'edits':8} {row}")
         is_enough = verdict.answer == "yes" or any(each.answer == "yes" for _, each in edits)
-        if names_edits and not is_enough and device.figures is not None:
+        if names_edits and not is_enough and job.device.figures is not None:
             print(f"{'':8} --fit looks for settings that fit, also several at a time")
     if html is not None:  # after the figures, which a page that cannot be written must not lose
         sys.stdout.flush()
         page = plan_page(
             config.run.name,
-            head(config, ranks, device).split("\n"),
+            head(job, config).split("\n"),
             program,
             verdict,
             edits,
@@ -172,27 +175,22 @@ def program_of(
     return program
 
 
-def program_and_verdict(
-    config: Config, ranks: int, device: Device, rules: Rules, caches: bool = True, with_range: bool = True
-) -> tuple[Program, Verdict]:
+def program_and_verdict(job: PlannedJob, config: Config, with_range: bool = True) -> tuple[Program, Verdict]:
     """Return the program of a configuration, and the verdict on it, which has the speed if that is known.
 
     Args:
-        config: of the job.
-        ranks: of the job.
-        device: of each rank.
-        rules: of PyTorch's allocator.
-        caches: take a program that was traced before, and keep a new one.
+        job: says for which devices.
+        config: of the job, perhaps with further keys.
         with_range: find the range of the speed, too, which takes ten times as long as the speed.
     """
-    program = program_of(config, ranks, caches, device.kind)
-    speed = speed_of(program, device, ranks, with_range=with_range)
-    return program, judge(program, device, ranks, rules, speed)
+    program = program_of(config, job.ranks, job.caches, job.device.kind)
+    speed = speed_of(program, job.device, job.ranks, with_range=with_range)
+    return program, judge(program, job.device, job.ranks, job.rules, speed)
 
 
-def head(config: Config, ranks: int, device: Device) -> str:
+def head(job: PlannedJob, config: Config) -> str:
     """Return the lines about a job above its plan."""
-    train, parallel = config.train, config.parallel
+    ranks, device, train, parallel = job.ranks, job.device, config.train, config.parallel
     parameters = sizes_of(config.model.shape()).parameters
     count = train.accumulation_steps(parallel.dims(ranks).data)
     way = parallel.strategy if parallel.facts.has_own_keys else f"engine {parallel.engine}"

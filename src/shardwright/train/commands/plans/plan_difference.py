@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from shardwright.common.json_text import strict_json
-from shardwright.planner import Device, Owner, Rules, Verdict, in_gib, in_time
+from shardwright.planner import Owner, Verdict, in_gib, in_time
 from shardwright.train.commands.plans.plan import program_and_verdict
 from shardwright.train.commands.plans.planned_job import PlannedJob
 
@@ -13,9 +13,7 @@ SHOWN = 6  #: owners of memory, and losses
 LEAST = 0.01  #: the part of a peak, or of a step, that a difference must have to be shown
 
 
-def plan_difference(
-    jobs: Sequence[PlannedJob], device: Device, rules: Rules, json: bool, caches: bool = True
-) -> int:
+def plan_difference(jobs: Sequence[PlannedJob], json: bool) -> int:
     """Print both plans side by side, with the tensors and the losses that differ; returns 0, or 3 if one does not fit.
 
     ``jobs``: two of them.
@@ -23,9 +21,7 @@ def plan_difference(
     Raises:
         UserError: no plan covers a job.
     """
-    verdicts = []
-    for job in jobs:
-        verdicts.append(program_and_verdict(job(), job.ranks, device, rules, caches)[1])
+    verdicts = [program_and_verdict(job, job())[1] for job in jobs]
     (a, b), names = verdicts, [job.name for job in jobs]
     memory, time = _memory(a, b), _time(a, b)
     if json:

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwright.checkpoint import Damaged, read_regular, sealed, size_of, unsealed
+from shardwright.checkpoint import Damaged
+from shardwright.common.regular_files import read_regular, size_of
+from shardwright.common.sealed_json import sealed, unsealed
 
 FACTS, IDS, ENDS, TRAINED = "tokens.json", "ids.bin", "ends.bin", "trained.bin"
 SMALL = 1 << 26  #: bytes; of larger files only the length is compared when they are opened

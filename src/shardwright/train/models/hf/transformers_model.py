@@ -24,11 +24,12 @@ from shardwright.checkpoint import (
     FileTensor,
     TensorSource,
     load_pretrained,
-    mesh_of,
     open_stored,
+    ranks_of,
+    stored_key_map,
     transformers_key_map,
 )
-from shardwright.engine import OtherRankFailed, RankGroup, units_of
+from shardwright.engine import OtherRankFailed
 from shardwright.train.config.shapes.foreign import CONFIG, FILES_OF_PATH, HuggingFaceShape, is_folder
 from shardwright.train.config.shapes.hub import fetch_file, fetch_files, fetch_first
 from shardwright.train.config.shapes.rope_tables import one_place
@@ -149,7 +150,7 @@ class HuggingFaceModel(ForeignModel):
             return
         computed = [f"{PREFIX}{name}" for name in self.model._keys_to_ignore_on_save or ()]
         # Files may be damaged on one host alone. Then no other rank may wait in the collectives of load_pretrained.
-        path, sources, unneeded = RankGroup.of_mesh(mesh_of(units_of(self))).run_own(
+        path, sources, unneeded = ranks_of(self).run_own(
             lambda: places_of_weights(self), others_raise=UserError
         )
         with _as_files_of_path():
@@ -361,19 +362,13 @@ def _names(model: nn.Module) -> list[str]:
 def key_map(shape: HuggingFaceShape) -> dict[str, TensorSource | None]:
     """Return the keys under which transformers itself would save each tensor of the model of that shape."""
     with torch.device("meta"):
-        model = HuggingFaceModel(shape)
-    from transformers.core_model_loading import revert_weight_conversion
-
-    inner = model.model
-    stored = {
-        key: FileTensor(key, Path(), 0, tensor.shape, tensor.dtype, lambda: torch.empty(0))
-        for key, tensor in revert_weight_conversion(inner, inner.state_dict()).items()
-    }
-    names = list(inner.state_dict())
-    keys = transformers_key_map(inner, names, stored) or {}
+        inner = HuggingFaceModel(shape).model
+    tensors = inner.state_dict()
     ties: Mapping[str, str] = inner.all_tied_weights_keys or {}
-    of_ties = {name: keys[target] for name, target in ties.items() if target in keys}
-    return {f"{PREFIX}{name}": keys.get(name, of_ties.get(name, name)) for name in names}
+    keys = (
+        stored_key_map(inner, {name: each.shape for name, each in tensors.items() if name not in ties}) or {}
+    )
+    return {f"{PREFIX}{name}": keys.get(ties.get(name, name), name) for name in tensors}
 
 
 def config_json(shape: HuggingFaceShape) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright.engine.compat import MissingCompilerError
-from shardwright.optim import ParameterNorms, clip_finite_grad_norm_, clip_finite_with_units
+from shardwright.optim import ParameterNorms, clip_finite_grad_norm_
 from shardwright.train.config.axes import axes_that_divide
 from shardwright.train.config.catalog.optimizers import NamedOptimizer
 from shardwright.train.config.sections.optimizer import OptimizerConfig
@@ -90,14 +90,14 @@ class ShardwrightEngine(UnitEngine):
             ) from error
 
     def clip_gradients(self, model: nn.Module, limit: float) -> Tensor:
-        return clip_finite_grad_norm_(model.parameters(), limit)
+        return clip_finite_grad_norm_(model.parameters(), limit)[0]
 
     def clip_with_units(self, model: nn.Module, limit: float) -> tuple[Tensor, ParameterNorms | None]:
-        return clip_finite_with_units(model.parameters(), limit)
+        return clip_finite_grad_norm_(model.parameters(), limit, by_unit=True)
 
     def unit_norms(self, model: nn.Module) -> dict[str, float]:
-        _, norms = clip_finite_with_units(model.parameters(), float("inf"))
-        return norms.by_unit(norms.norms.tolist())
+        _, norms = clip_finite_grad_norm_(model.parameters(), float("inf"), by_unit=True)
+        return {} if norms is None else norms.by_unit(norms.norms.tolist())
 
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, own: NamedOptimizer, config: OptimizerConfig

@@ -1,6 +1,6 @@
-"""Models in Fabric's ``setup``: chooses units and the mesh, and checks that every rank builds the same model.
+"""Models in Fabric's ``setup``: the mesh, the units, and a check that every rank builds the same model.
 
-This file has no checkpoints and no gradients. Nothing here imports ``lightning``.
+Nothing here is about gradients or checkpoints, or imports ``lightning``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Forward(nn.Module):
 
 
 def sharded_model(module: nn.Module, doing: str) -> Any:
+    """Return the sharded model that Fabric has wrapped. Raises TypeError, for which ``doing`` is the call's name."""
     module = module.module if isinstance(module, Forward) else module
     if not isinstance(module, FSDPModule):
         raise TypeError(
@@ -49,6 +50,7 @@ def sharded_model(module: nn.Module, doing: str) -> Any:
 
 
 def refuse_wrapped(module: nn.Module) -> None:
+    """Raise if a model is sharded already, or has a wrapper that torch shards or replicates."""
     if isinstance(module, FSDPModule):
         raise ValueError(
             f"This {type(module).__name__} is already sharded, so the strategy's options would not apply to it. Pass "
@@ -63,10 +65,11 @@ def refuse_wrapped(module: nn.Module) -> None:
             )
 
 
-# -- meshes and units --------------------------------------------------------------------------------------------------
+# -- start and training: meshes and units ------------------------------------------------------------------------------
 
 
 def checked_sizes(sizes: Any) -> tuple[int, ...] | None:
+    """Return the sizes of a mesh as a tuple. Raises ValueError unless they are one or two."""
     if sizes is None:
         return None
     if (
@@ -79,7 +82,7 @@ def checked_sizes(sizes: Any) -> tuple[int, ...] | None:
 
 
 def mesh_of(sizes: tuple[int, ...] | None, device: torch.device) -> DeviceMesh:
-    """A mesh of all ranks with these sizes, or with one dimension."""
+    """Return a mesh of all ranks with these sizes, or with one dimension if there are none."""
     world = dist.get_world_size()
     sizes = sizes or (world,)
     if torch.Size(sizes).numel() != world:
@@ -92,6 +95,7 @@ def mesh_of(sizes: tuple[int, ...] | None, device: torch.device) -> DeviceMesh:
 
 
 def checked_policy(policy: Any) -> AutoWrapPolicy | None:
+    """Return a policy as a function or a tuple of classes. Raises TypeError for anything else."""
     if policy is None or (callable(policy) and not isinstance(policy, type)):
         return policy  # type: ignore[no-any-return]
     classes = tuple(policy) if isinstance(policy, (set, frozenset, list, tuple)) else ()
@@ -103,7 +107,7 @@ def checked_policy(policy: Any) -> AutoWrapPolicy | None:
 
 
 def units_of(model: nn.Module, policy: Any) -> list[nn.Module]:
-    """The modules below ``model`` that become units, inner ones first."""
+    """Return the modules below ``model`` that become units, inner ones first."""
     if policy is None:
         return []
     if isinstance(policy, tuple) and not any(isinstance(m, policy) for m in model.modules()):
@@ -117,13 +121,13 @@ def units_of(model: nn.Module, policy: Any) -> list[nn.Module]:
     return [unit for unit in as_policy(policy)(model) if unit is not model]  # type: ignore[misc]
 
 
-# -- random generators -------------------------------------------------------------------------------------------------
+# -- training: random generators ---------------------------------------------------------------------------------------
 
 
 class GeneratorStates:
-    """The states of the random generators when this rank began to initialise models.
+    """The states of the random generators at each moment when this rank began to initialise a model.
 
-    Ranks initialise equal models only if these states are equal.
+    ``setup`` compares them over all ranks, because ranks initialise equal models only from equal states.
     """
 
     def __init__(self) -> None:
@@ -134,7 +138,7 @@ class GeneratorStates:
 
     @contextmanager
     def watched(self, device: torch.device) -> Iterator[None]:
-        """A context that records the generators' present states if random numbers are drawn inside."""
+        """Record the generators' states at the start of this context if random numbers are drawn in it, and compare."""
         before = state_of_generators(device)
         yield
         drew = state_of_generators(device) != before
@@ -142,10 +146,10 @@ class GeneratorStates:
         self.check()
 
     def check(self) -> None:
-        """Compare the states over all ranks, and drop them.
+        """Compare the recorded states over all ranks, and forget them.
 
         Raises:
-            ValueError: ranks began from different states.
+            ValueError: on every rank: ranks began from different states.
         """
         mine, self._states = b"".join(self._states), []
         ranks = RankGroup()
@@ -160,6 +164,7 @@ class GeneratorStates:
 
 
 def state_of_generators(device: torch.device) -> bytes:
+    """Return a digest of the states of the random generators of the CPU and of a device."""
     states = [torch.default_generator.get_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device.type).get_rng_state(device))

@@ -1,12 +1,7 @@
-"""``ShardwrightStrategy``: Lightning Fabric on this engine. The one module that imports ``lightning``.
+"""``ShardwrightStrategy``, the object that Fabric calls. This is the one file that imports ``lightning``.
 
-    from lightning.fabric import Fabric
-    from shardwright.integrations.lightning import ShardwrightStrategy
-
-    fabric = Fabric(devices=2, strategy=ShardwrightStrategy(auto_wrap_policy={Block}))
-
-``DDPStrategy`` launches and joins processes. This file replaces its handling of models, gradients and checkpoints, with
-functions of ``fabric_models.py``, ``fabric_gradients.py`` and ``fabric_checkpoints.py``. Users read docs/fabric.md.
+It derives from Lightning's ``DDPStrategy``, which launches the processes and lets them join. Its own methods come in
+the order in which Fabric calls them: the process, models and optimizers, gradients, checkpoints.
 """
 
 from __future__ import annotations
@@ -51,17 +46,15 @@ from shardwright.engine import TAKEN, Managed, ShardPlacementFn, fully_shard, ha
 from shardwright.engine.layout import Ragged, Strategy
 from shardwright.engine.memory import Allocator
 from shardwright.init import DeferredTensor, deferred_init, materialize
-from shardwright.integrations import named_state
-from shardwright.integrations.fabric_checkpoints import (
-    file_path,
+from shardwright.integrations.lightning.checkpoints import (
     load_state,
     load_weights,
     read_state,
-    refuse_optimizer,
-    unwrapped,
+    save_full,
+    save_sharded,
 )
-from shardwright.integrations.fabric_gradients import GradientSync, clip_values, scaler_of
-from shardwright.integrations.fabric_models import (
+from shardwright.integrations.lightning.gradients import GradientSync, clip_values, scaler_of
+from shardwright.integrations.lightning.models import (
     AutoWrapPolicy,
     Forward,
     GeneratorStates,
@@ -174,7 +167,7 @@ class ShardwrightStrategy(DDPStrategy):
             "Fabric, or run `shardwright train`>"
         )
 
-    # -- processes -----------------------------------------------------------------------------------------------------
+    # -- start ---------------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         joined_before = dist.is_initialized()
@@ -187,12 +180,12 @@ class ShardwrightStrategy(DDPStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh over which models are sharded. It exists after the launch of processes."""
+        """The mesh over which models are sharded, which exists once ``fabric.launch`` has started the processes."""
         if self._mesh is None:
             raise RuntimeError("The strategy has no mesh before fabric.launch().")
         return self._mesh
 
-    # -- precision -----------------------------------------------------------------------------------------------------
+    # -- training: precision -------------------------------------------------------------------------------------------
 
     @property
     def precision(self) -> Precision:
@@ -202,13 +195,14 @@ class ShardwrightStrategy(DDPStrategy):
     def precision(self, precision: Precision | None) -> None:
         self._precision = _checked_precision(precision, type(self).__name__)
 
-    # -- models and optimizers -----------------------------------------------------------------------------------------
+    # -- training: models and optimizers -------------------------------------------------------------------------------
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init`` models take no memory, and ``setup`` gives them the values of a plain build.
+        """Build models inside this context: with ``empty_init`` without memory, else on the CPU.
 
-        Otherwise they are built on the CPU, and ``setup`` moves this rank's part to its device.
+        ``setup`` gives models without memory the values of a plain build. Of others it moves this rank's part to its
+        device.
         """
         with self.precision.module_init_context():
             if not empty_init:
@@ -219,7 +213,7 @@ class ShardwrightStrategy(DDPStrategy):
                 yield
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Does nothing: ``setup`` moves each rank's part, never the whole model."""
+        """Do nothing, because ``setup`` moves each rank's part and never the whole model."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Shard a model in place, and give it its values if it has none."""
@@ -246,7 +240,7 @@ class ShardwrightStrategy(DDPStrategy):
             self._early.append(optimizer)
         return optimizer
 
-    # -- gradients -----------------------------------------------------------------------------------------------------
+    # -- training: gradients -------------------------------------------------------------------------------------------
 
     def clip_gradients_norm(
         self,
@@ -304,8 +298,8 @@ class ShardwrightStrategy(DDPStrategy):
             raise TypeError(
                 f"{type(self).__name__} writes to the file system and has no storage_options. Call save without them."
             )
-        save = named_state.save_full if self._state_dict_type == "full" else named_state.save_sharded
-        save(self._common_path(path), unwrapped(state), filter or {})
+        save = save_full if self._state_dict_type == "full" else save_sharded
+        save(self._common_path(path), state, filter or {})
 
     def load_checkpoint(
         self,
@@ -320,21 +314,31 @@ class ShardwrightStrategy(DDPStrategy):
             load_weights(path, state, strict, weights_only)
             return {}
         if isinstance(state, Optimizer):
-            refuse_optimizer(type(self).__name__)
+            raise NotImplementedError(
+                f"{type(self).__name__} needs the model to load an optimizer, since optimizer state is stored by "
+                "parameter names. Use fabric.load(path, {'model': model, 'optimizer': optimizer})."
+            )
         if not state:
             return read_state(path, weights_only)
         return load_state(path, state, strict, weights_only)
 
     def _common_path(self, path: str | Path) -> Path:
-        return file_path(self.broadcast(path), type(self).__name__)
+        """Return the first rank's path. Raises ValueError for a URL."""
+        path = self.broadcast(path)
+        if "://" in str(path):
+            raise ValueError(
+                f"{path} is a remote path, but {type(self).__name__} reads and writes only local file systems. Use a "
+                "local path."
+            )
+        return Path(path)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers nothing: users pass the strategy as an object, with its options."""
+        """Register nothing, because users pass the strategy as an object with its options."""
 
 
 def _checked_precision(precision: Precision | None, strategy: str) -> Precision | None:
-    """The same object, with a scaler for sharded gradients if it has one. ``strategy`` is the name for errors."""
+    """Return the same object, with a scaler for sharded gradients if it has one. Errors name ``strategy``."""
     if isinstance(precision, _OTHER_PRECISIONS):
         raise TypeError(
             f"{strategy} does not support {type(precision).__name__}. Choose precision='32-true', "
@@ -346,7 +350,7 @@ def _checked_precision(precision: Precision | None, strategy: str) -> Precision 
 
 
 def _sharded(optimizer: Optimizer) -> bool:
-    """Shard an optimizer of a model that is set up. Returns whether it is sharded; else its model is still to come."""
+    """Shard an optimizer if its model is set up. Return whether it is sharded."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(isinstance(p, Managed) or TAKEN in p.__dict__ for p in parameters):
         fully_shard_optimizer(optimizer)

@@ -1,15 +1,12 @@
-"""Checkpoints of a dict of models, optimizers and other values by name, as Lightning Fabric's ``save`` takes it.
+"""The values of a state, the dict of models, optimizers and others that ``fabric.save`` and ``fabric.load`` take.
 
-In one file, as an unsharded run writes it, or in a folder of ``shardwright.checkpoint``, under the keys of the dict.
-Either appears under its name once it is whole. Each key has a :class:`NamedValue`, which knows what is saved of it,
-what fits it and how it is restored. ``named_loading.py`` reads files and folders. No framework is imported here.
+Each key has a :class:`NamedValue`, which knows what is saved of it, which stored content fits it, and how it is
+restored. ``checkpoints.py`` writes and reads them. Nothing here opens a file or imports ``lightning``.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,17 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright.checkpoint import StoredForm, is_checkpoint, save_state, write_file
+from shardwright.checkpoint import StoredForm, abbreviated
 from shardwright.engine import FSDPModule, RaggedTensor, RankGroup, companion_of, unit_of
+from shardwright.integrations.lightning.models import Forward
 from shardwright.optim import ShardedCompanion, mapped
 
-Filter = Mapping[str, Callable[[str, Any], bool]]
-
-KINDS = "fabric"  #: the note in an index with the kind of each key, as JSON
 VALUE = "value"  #: the kind of what is neither model nor optimizer
-
-
-# -- what a state has --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -52,6 +44,10 @@ class NamedValue:
     def to_save(self) -> Any:
         """Return what a folder stores."""
         return self.value.state_dict() if self._has_state else self.value
+
+    def as_unsharded(self) -> Any:
+        """Return what one file stores, as an unsharded run saves it."""
+        return self.to_save()
 
     def fitting(self, path: Path, stored: Any, strict: bool) -> Any:
         """Return the part of ``stored`` to restore, whose tensors are :class:`StoredForm`, or raise if it does not fit.
@@ -86,18 +82,33 @@ class NamedValue:
 
 @dataclass
 class NamedModel(NamedValue):
-    """A sharded model of a state."""
+    """A model of a state, which ``fabric.setup`` has returned or ``fully_shard`` has sharded."""
 
     kind: ClassVar[str] = "model"
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.module, FSDPModule):
+            raise TypeError(
+                f"state[{self.key!r}] is a {type(self.module).__name__} that is not sharded, so each rank would save a "
+                "different one. Set it up first (model = fabric.setup(model)), or pass its state_dict()."
+            )
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, without the module that Fabric calls."""
+        return self.value.module if isinstance(self.value, Forward) else self.value
+
+    def to_save(self) -> Any:
+        return self.module.state_dict()
+
     def fitting(self, path: Path, stored: Any, strict: bool) -> Any:
         stored = stored if isinstance(stored, Mapping) else {"": stored}
-        mine = self._own = self.value.state_dict()
+        mine = self._own = self.to_save()
         problems = []
         if strict and (missing := [name for name in mine if name not in stored]):
-            problems.append(f"missing in the checkpoint: {_names_in_words(missing)}")
+            problems.append(f"missing in the checkpoint: {_quoted(missing)}")
         if strict and (unexpected := [name for name in stored if name not in mine]):
-            problems.append(f"unexpected in the checkpoint: {_names_in_words(unexpected)}")
+            problems.append(f"unexpected in the checkpoint: {_quoted(unexpected)}")
         for name, value in mine.items():
             each = stored.get(name)
             shape = each.shape if isinstance(each, StoredForm) else "no tensor"
@@ -114,7 +125,7 @@ class NamedModel(NamedValue):
         return own if isinstance(own, Tensor) else torch.empty(form.shape, dtype=form.dtype)
 
     def restore(self, stored: Any, strict: bool) -> Any:
-        self.value.load_state_dict(stored, strict=strict)
+        self.module.load_state_dict(stored, strict=strict)
         return self.value
 
 
@@ -166,6 +177,9 @@ class NamedOptimizer(NamedValue):
             ],
         }
 
+    def as_unsharded(self) -> Any:
+        return self.value.state_dict()
+
     def fitting(self, path: Path, stored: Any, strict: bool) -> Any:
         self._by_number(stored)
         return stored
@@ -196,7 +210,7 @@ class NamedOptimizer(NamedValue):
             if by_name and (other := set(group) ^ set(here)):
                 raise ValueError(
                     f"Optimizer {self.key!r} was saved with other parameters in a group: "
-                    f"{_names_in_words(sorted(other))}. Build the optimizer with the same groups as at the save."
+                    f"{_quoted(sorted(other))}. Build the optimizer with the same groups as at the save."
                 )
             order = group if by_name else here
             numbers.update({each: number[name] for each, name in zip(group, order, strict=True)})
@@ -267,52 +281,21 @@ def _as_dtensor(value: Any) -> Any:
     return value.as_dtensor() if isinstance(value, RaggedTensor) else value
 
 
-def _names_in_words(names: list[str]) -> str:
-    text = ", ".join(map(repr, names[:10]))
-    return f"{text} and {len(names) - 10} more" if len(names) > 10 else text
-
-
-def named_values(state: Mapping[str, Any]) -> dict[str, NamedValue]:
-    """Return what a state has: models first, then optimizers, then other values.
-
-    Raises:
-        TypeError: a module is not sharded.
-        ValueError: there is no model, or an optimizer's parameters are in none.
-    """
-    models = {key: each for key, each in state.items() if isinstance(each, nn.Module)}
-    for key, model in models.items():
-        if not isinstance(model, FSDPModule):
-            raise TypeError(
-                f"state[{key!r}] is a {type(model).__name__} that is not sharded, so each rank would save a "
-                "different one. Set it up first (model = fabric.setup(model)), or pass its state_dict()."
-            )
-    if not models:
-        raise ValueError(
-            f"The state has no model, only {', '.join(map(repr, state)) or 'nothing'}. Add the model that "
-            "fabric.setup returned: state={'model': model, ...}."
-        )
-    optimizers = {key: each for key, each in state.items() if isinstance(each, Optimizer)}
-    return {
-        **{key: NamedModel(key, each) for key, each in models.items()},
-        **{key: NamedOptimizer(key, each, models) for key, each in optimizers.items()},
-        **{
-            key: NamedValue(key, each)
-            for key, each in state.items()
-            if key not in models and key not in optimizers
-        },
-    }
+def _quoted(names: list[str]) -> str:
+    return abbreviated(list(map(repr, names)), 10)
 
 
 def agreed_values(state: Mapping[str, Any], ranks: RankGroup) -> dict[str, NamedValue]:
-    """Return what a state has, whose keys are the same on every rank. Every rank must call it.
+    """Return what a state has: models first, then optimizers, then other values. Every rank must call it.
 
     Raises:
-        TypeError, ValueError: on every rank, as :func:`named_values`, or because the keys differ.
+        TypeError: on every rank: a module is not sharded.
+        ValueError: on every rank: there is no model, an optimizer's parameters are in none, or ranks have other keys.
     """
     things: dict[str, NamedValue] = {}
 
     def kinds() -> dict[str, str]:
-        things.update(named_values(state))
+        things.update(_named_values(state))
         return {key: thing.kind for key, thing in things.items()}
 
     def error(others: list[int], theirs: dict[str, str], first: dict[str, str]) -> Exception:
@@ -327,92 +310,22 @@ def agreed_values(state: Mapping[str, Any], ranks: RankGroup) -> dict[str, Named
     return things
 
 
+def _named_values(state: Mapping[str, Any]) -> dict[str, NamedValue]:
+    models = {key: NamedModel(key, each) for key, each in state.items() if isinstance(each, nn.Module)}
+    if not models:
+        raise ValueError(
+            f"The state has no model, only {', '.join(map(repr, state)) or 'nothing'}. Add the model that "
+            "fabric.setup returned: state={'model': model, ...}."
+        )
+    modules = {key: model.module for key, model in models.items()}
+    optimizers = {
+        key: NamedOptimizer(key, each, modules) for key, each in state.items() if isinstance(each, Optimizer)
+    }
+    found: dict[str, NamedValue] = {**models, **optimizers}
+    return {**found, **{key: NamedValue(key, each) for key, each in state.items() if key not in found}}
+
+
 def _kind_in_words(kinds: Mapping[str, str], key: str) -> str:
     return {"model": "a model", "optimizer": "an optimizer", VALUE: "a value"}.get(
         kinds.get(key, ""), "missing"
     )
-
-
-# -- saving ------------------------------------------------------------------------------------------------------------
-
-
-def _filtered(key: str, values: Any, filter: Filter) -> Any:
-    """Return the entries of a dict that the filter keeps; other values have no names to filter by."""
-    keep = filter.get(key)
-    if keep is None or not isinstance(values, dict):
-        return values
-    return {name: value for name, value in values.items() if keep(name, value)}
-
-
-def save_full(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
-    """Write one file from the first rank: whole tensors under the names and numbers of an unsharded run.
-
-    Every rank must call it. Whole tensors come one by one, and stay on the host of the first rank.
-
-    Raises:
-        IsADirectoryError: ``path`` is a folder that is no checkpoint.
-        OSError: on every rank: the file cannot be written. Anything there is unchanged.
-    """
-    ranks = RankGroup()
-    things = agreed_values(state, ranks)
-
-    def check_target() -> None:
-        if not is_checkpoint(path) and path.is_dir():
-            raise IsADirectoryError(
-                f'{path} is a folder, but state_dict_type="full" writes one file. Choose another path.'
-            )
-
-    ranks.run_on_first(check_target)
-    whole = {
-        key: _filtered(key, _gathered(thing.value.state_dict(), ranks.is_first), filter)
-        for key, thing in things.items()
-        if thing.kind != VALUE
-    }
-
-    def write() -> None:
-        others = {key: thing.to_save() for key, thing in things.items() if thing.kind == VALUE}
-        whole.update({key: _filtered(key, value, filter) for key, value in others.items()})
-        write_file(path, functools.partial(torch.save, whole))
-
-    ranks.run_on_first(write)
-
-
-def save_sharded(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
-    """Write a folder to which every rank adds its part. Readable at any number of ranks, and in any layout.
-
-    Every rank must call it. Values that are not sharded are the first rank's.
-
-    Raises:
-        ValueError: on every rank: a value is neither a tensor nor plain. Nothing was written.
-        FileExistsError: on every rank: something else than a checkpoint is at ``path``.
-        OSError: on every rank: the folder cannot be written. Anything there is unchanged.
-    """
-    ranks = RankGroup()
-    things = agreed_values(state, ranks)
-    contents: dict[str, Any] = {}
-
-    def collect() -> None:
-        if odd := [key for key in state if not isinstance(key, str)]:
-            raise ValueError(
-                f"The state has the key {odd[0]!r}; the keys of a sharded checkpoint are strings."
-            )
-        contents.update({key: _filtered(key, thing.to_save(), filter) for key, thing in things.items()})
-
-    ranks.run_on_all(collect)
-    if not ranks.is_first:
-        contents = mapped(contents, lambda value: value if hasattr(value, "to_local") else None)
-    kinds = {key: thing.kind for key, thing in things.items()}
-    save_state(path, contents, overwrite=True, notes={KINDS: json.dumps(kinds)})
-
-
-def _gathered(values: dict[str, Any], keep: bool) -> dict[str, Any]:
-    """Return whole tensors on the host, where ``keep``, else None in their places. Every rank must come."""
-
-    def gather(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        value = value.detach()
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return whole.cpu() if keep else None
-
-    return {key: mapped(value, gather) for key, value in values.items()}

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from shardwright.engine import reduce_held
 from shardwright.engine.comm import noted
 from shardwright.engine.compat import foreach_norm, local_of
-from shardwright.integrations.fabric_models import sharded_model
+from shardwright.integrations.lightning.models import sharded_model
 
 
 class GradientSync:
-    """Implements ``fabric.no_backward_sync``."""
+    """The object behind ``fabric.no_backward_sync``: gradients of a micro-batch stay on their rank."""
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
@@ -83,14 +83,14 @@ class Scaler(GradScaler):
 
 
 def _owner_of(gradient: torch.Tensor) -> torch.Tensor:
-    """A tensor that has this gradient."""
+    """Return a tensor that has this gradient, for a scaler that takes the gradients of tensors."""
     owner = gradient.detach()
     owner.grad = gradient
     return owner
 
 
 def _infinite_anywhere(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """One element, equal on every rank: infinite if any element on any rank is not finite, else 0."""
+    """Return one element that is equal on every rank: infinite if any element on any rank is not finite, else 0."""
     filled = [g for g in gradients if g.numel()]
     largest = torch.stack([n.float() for n in foreach_norm(filled, math.inf)]) if filled else torch.zeros(1)
     any_infinite = largest.isfinite().all().logical_not().float().to(gradients[0].device).view(1)
@@ -100,7 +100,7 @@ def _infinite_anywhere(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def scaler_of(users_scaler: Any, device: str) -> GradScaler:
-    """A scaler for sharded gradients with the settings of ``scaler``."""
+    """Return a scaler for sharded gradients with the settings of the user's. Raises TypeError for a subclass."""
     if isinstance(users_scaler, Scaler):
         return users_scaler
     if type(users_scaler) not in (GradScaler, torch.cuda.amp.GradScaler):
@@ -115,6 +115,6 @@ def scaler_of(users_scaler: Any, device: str) -> GradScaler:
 
 
 def _local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's parts of all existing gradients. Gradients of plain parameters are whole."""
+    """Return this rank's parts of all existing gradients. Gradients of plain parameters are whole."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return [local_of(g) if hasattr(g, "to_local") else g for g in gradients]

@@ -1,20 +1,24 @@
-"""Loads what ``named_state.py`` saves, and folders by torch and by Lightning's own strategies, into models in training.
+"""Fabric's checkpoints: one file, as an unsharded run writes it, or a folder of ``shardwright.checkpoint``.
 
-All of a checkpoint is verified and compared with the state before any value of the state changes. Nothing is written
-here, and no code of a checkpoint runs.
+``strategy.py`` calls :func:`save_full` or :func:`save_sharded`, and :func:`load_state`, :func:`read_state` or
+:func:`load_weights`. A checkpoint appears under its name once it is whole. Before a load changes any value, the whole
+checkpoint is verified and compared with what the user passed. Folders by torch and by Lightning's own strategies are
+read, too. No code of a checkpoint runs, and nothing here imports ``lightning``.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint import (
     INDEX,
@@ -23,20 +27,113 @@ from shardwright.checkpoint import (
     StoredCheckpoint,
     StoredForm,
     is_checkpoint,
+    load_pretrained,
     nested,
     not_plain,
     open_checkpoint,
-    open_regular,
+    save_state,
+    write_file,
 )
-from shardwright.engine import RankGroup
-from shardwright.integrations.named_state import KINDS, VALUE, NamedValue, agreed_values
+from shardwright.common.regular_files import open_regular
+from shardwright.engine import FSDPModule, RankGroup
+from shardwright.integrations.lightning.models import Forward
+from shardwright.integrations.lightning.named_values import VALUE, NamedValue, agreed_values
+from shardwright.optim import mapped
 
-OTHER_VALUES = (
-    "meta.pt"  #: in a folder of Lightning's own strategies, the file with other values than tensors
-)
+Filter = Mapping[str, Callable[[str, Any], bool]]  #: for a key of the state, which of its entries are saved
+
+KINDS = "fabric"  #: the note in an index with the kind of each key, as JSON
+OTHER_VALUES = "meta.pt"  #: in a folder of Lightning's own strategies, the file of what is no tensor
+
+# -- saving ------------------------------------------------------------------------------------------------------------
 
 
-def load(path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None) -> dict[str, Any]:
+def _filtered(key: str, values: Any, filter: Filter) -> Any:
+    """Return the entries of a dict that the filter keeps; other values have no names to filter by."""
+    keep = filter.get(key)
+    if keep is None or not isinstance(values, dict):
+        return values
+    return {name: value for name, value in values.items() if keep(name, value)}
+
+
+def save_full(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
+    """Write one file from the first rank: whole tensors under the names and numbers of an unsharded run.
+
+    Every rank must call it. Whole tensors come one by one, and stay on the host of the first rank.
+
+    Raises:
+        IsADirectoryError: ``path`` is a folder that is no checkpoint.
+        OSError: on every rank: the file cannot be written. Anything there is unchanged.
+    """
+    ranks = RankGroup()
+    things = agreed_values(state, ranks)
+
+    def check_target() -> None:
+        if not is_checkpoint(path) and path.is_dir():
+            raise IsADirectoryError(
+                f'{path} is a folder, but state_dict_type="full" writes one file. Choose another path.'
+            )
+
+    ranks.run_on_first(check_target)
+    whole = {
+        key: _filtered(key, _gathered(thing.as_unsharded(), ranks.is_first), filter)
+        for key, thing in things.items()
+        if thing.kind != VALUE
+    }
+
+    def write() -> None:
+        others = [thing for thing in things.values() if thing.kind == VALUE]
+        whole.update({thing.key: _filtered(thing.key, thing.as_unsharded(), filter) for thing in others})
+        write_file(path, functools.partial(torch.save, whole))
+
+    ranks.run_on_first(write)
+
+
+def save_sharded(path: Path, state: Mapping[str, Any], filter: Filter) -> None:
+    """Write a folder to which every rank adds its part. Readable at any number of ranks, and in any layout.
+
+    Every rank must call it. Values that are not sharded are the first rank's.
+
+    Raises:
+        ValueError: on every rank: a value is neither a tensor nor plain. Nothing was written.
+        FileExistsError: on every rank: something else than a checkpoint is at ``path``.
+        OSError: on every rank: the folder cannot be written. Anything there is unchanged.
+    """
+    ranks = RankGroup()
+    things = agreed_values(state, ranks)
+    contents: dict[str, Any] = {}
+
+    def collect() -> None:
+        if odd := [key for key in state if not isinstance(key, str)]:
+            raise ValueError(
+                f"The state has the key {odd[0]!r}; the keys of a sharded checkpoint are strings."
+            )
+        contents.update({key: _filtered(key, thing.to_save(), filter) for key, thing in things.items()})
+
+    ranks.run_on_all(collect)
+    if not ranks.is_first:
+        contents = mapped(contents, lambda value: value if hasattr(value, "to_local") else None)
+    kinds = {key: thing.kind for key, thing in things.items()}
+    save_state(path, contents, overwrite=True, notes={KINDS: json.dumps(kinds)})
+
+
+def _gathered(values: dict[str, Any], keep: bool) -> dict[str, Any]:
+    """Return whole tensors on the host, where ``keep``, else None in their places. Every rank must come."""
+
+    def gather(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.detach()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        return whole.cpu() if keep else None
+
+    return {key: mapped(value, gather) for key, value in values.items()}
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def load_state(path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None) -> dict[str, Any]:
     """Restore ``state`` in place from a file or folder, and return the other values in it.
 
     Every rank must call it, and reads no more than its part of sharded tensors.
@@ -62,6 +159,38 @@ def load(path: Path, state: dict[str, Any], strict: bool, weights_only: bool | N
     return stored
 
 
+def read_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Return the complete content of a file. Raises ValueError for a folder, which is read into a model only."""
+    if is_checkpoint(path):
+        raise ValueError(
+            f"{path} is a sharded checkpoint, which is loaded into a model. Pass "
+            "fabric.load(path, state={'model': model, ...})."
+        )
+    return _content_of(path, weights_only)  # type: ignore[no-any-return]
+
+
+def load_weights(path: Path, module: nn.Module, strict: bool, weights_only: bool | None) -> None:
+    """Load a model's weights from a file of any kind, before or after ``setup``.
+
+    A deferred model keeps them until ``setup``.
+    """
+    model = module.module if isinstance(module, Forward) else module
+    if not isinstance(model, FSDPModule) and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise TypeError(
+            f"load_raw got a {type(model).__name__} on the meta device, which has no memory to load into. Set it up "
+            "first (model = fabric.setup(model)), or build it under fabric.init_module(empty_init=True)."
+        )
+    if is_checkpoint(path):
+        raise ValueError(
+            f"{path} is a sharded checkpoint, not a file of weights. Use fabric.load(path, {{'model': model}})."
+        )
+    if path.is_dir() or path.name.endswith((".safetensors", ".json")):
+        load_pretrained(model, path, allow_missing=not strict, allow_unexpected=not strict)
+        return
+    weights = RankGroup().run_own(lambda: _content_of(path, weights_only))
+    model.load_state_dict(weights, strict=strict)
+
+
 def _check_keys(
     path: Path, things: Mapping[str, NamedValue], stored: Mapping[str, Any], strict: bool
 ) -> None:
@@ -77,7 +206,7 @@ def _check_keys(
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path, weights_only: bool | None) -> Any:
+def _content_of(path: Path, weights_only: bool | None) -> Any:
     """Return the content of a file of ``torch.save``, mapped into memory, on the host.
 
     No code of the file runs, whatever torch's own default is, unless ``weights_only`` is False.
@@ -105,7 +234,7 @@ def read_file(path: Path, weights_only: bool | None) -> Any:
 
 
 def _dict_in(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    stored = read_file(path, weights_only)
+    stored = _content_of(path, weights_only)
     if not isinstance(stored, dict):
         raise ValueError(f"{path} holds a {type(stored).__name__}, but a checkpoint is a dict.")
     return stored

@@ -18,12 +18,12 @@ _LAST_LINE = f'"{SEAL}": "'
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """JSON text of ``content`` with its digest, so that a change is noticed."""
+    """Return JSON text of ``content`` with its digest, so that a change is noticed."""
     return json.dumps({**content, SEAL: _digest_of_content(content)}, indent=1) + "\n"
 
 
 def unsealed(text: bytes, name: str) -> dict[str, Any]:
-    """The content of a text from :func:`sealed`.
+    """Return the content of a text from :func:`sealed`.
 
     Raises:
         Damaged: it is no such text, or it has changed.
@@ -41,12 +41,12 @@ def _digest_of_content(content: Mapping[str, Any]) -> str:
 
 
 def sealed_lines(lines: str) -> str:
-    """JSON text that begins with these lines, and their digest as its last line: for content of any size."""
+    """Return JSON text that begins with these lines and ends with their digest: for content of any size."""
     return f'{lines}{_LAST_LINE}{hashlib.sha256(lines.encode()).hexdigest()}"}}\n'
 
 
 def unsealed_lines(text: bytes, name: str) -> dict[str, Any]:
-    """The content of a text from :func:`sealed_lines`, with the digest. Raises Damaged as :func:`unsealed` does."""
+    """Return the content of a text from :func:`sealed_lines`, with the digest. Raises as :func:`unsealed`."""
     lines, seal, rest = text.rpartition(_LAST_LINE.encode())
     match = re.fullmatch(rb'([0-9a-f]{64})"}\n', rest)
     if not seal or match is None:
