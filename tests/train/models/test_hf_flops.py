@@ -14,7 +14,7 @@ from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt
 from shardwright.train.models.build import model_of
-from shardwright.train.models.hf import counting
+from shardwright.train.models.hf import flops
 from shardwright.train.models.hf.documents import unnoticed
 from shardwright.train.models.hf.flops import count_by_kinds
 from shardwright.train.step.model_facts import ModelFacts
@@ -144,17 +144,17 @@ def test_layers_of_a_kind_are_counted_once(
         save_config(config, tmp_path / kind)
         wanted = job(tmp_path / kind, 40, **({"method": "lora", "rank": 1} if method == "lora" else {}))
         found: list[int] = []
-        plain = counting.flops_of_sample
+        plain = flops.flops_of_sample
 
         def counted(build: Any, *others: Any) -> float:
             found.append(build().config.num_hidden_layers)
             return plain(build, *others)
 
-        monkeypatch.setattr(counting, "flops_of_sample", counted)
+        monkeypatch.setattr(flops, "flops_of_sample", counted)
         own = facts(wanted).flops_per_token
         assert max(found) < config.num_hidden_layers
-        counting.flops_of_model.cache_clear()
-        monkeypatch.setattr(counting, "count_by_kinds", lambda *_: None)
+        flops.flops_of_model.cache_clear()
+        monkeypatch.setattr(flops, "count_by_kinds", lambda *_: None)
         assert own == facts(wanted).flops_per_token
 
 
