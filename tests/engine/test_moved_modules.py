@@ -28,19 +28,14 @@ class Pair(nn.Module):
 
 
 @multirank(2)
-def test_a_module_that_is_called_outside_its_unit_is_named(rank: int, world_size: int) -> None:
-    model: Any = sw.fully_shard(Pair())
-    if subclasses_dispatch:
-        with pytest.raises(
-            RuntimeError,
-            match=r"'a.(weight|bias)' of unit 'Pair' is sharded.*with a plain tensor.*apply fully_shard",
-        ):
-            model.a(torch.randn(2, 4))
-    ragged: Any = sw.fully_shard(Pair(), layout="ragged")
-    with pytest.raises(NotImplementedError, match=r"outside the forward of its unit.*apply fully_shard"):
-        ragged.a(torch.randn(2, 4))
-    for each in (model, ragged):
-        each(torch.randn(2, 4)).sum().backward()
+def test_a_module_is_called_outside_its_unit(rank: int, world_size: int) -> None:
+    plain = Pair()
+    x = torch.randn(2, 4)
+    for layout in ("per_parameter", "ragged"):
+        model: Any = sw.fully_shard(copy.deepcopy(plain), layout=layout)
+        weight, bias = full(model.a.weight), full(model.a.bias)
+        torch.testing.assert_close(model.a(x), nn.functional.linear(x, weight, bias))
+        model(x).sum().backward()
 
 
 @multirank(2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from tests.engine.cases.base import DIM, Net, loss_of
+from tests.engine.cases.base import DIM, loss_of
 from tests.engine.cases.running import sharded_net, step_of
 from tests.support import multirank
 
@@ -28,25 +28,6 @@ def test_double_backward_is_refused_by_name(rank: int, world_size: int, way: str
             torch.autograd.grad(loss, x, create_graph=True)
     model.zero_grad()
     step_of(model, rank)
-
-
-class Closed:
-    """Hides its tensor where nobody can look."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.get = lambda: x
-
-
-class Opaque(Net):
-    def forward(self, x: torch.Tensor, path: Any = None) -> Any:  # type: ignore[override]
-        return Closed(super().forward(x, path))
-
-
-@multirank(2, timeout=15.0)
-def test_outputs_in_which_no_tensor_can_be_found_are_refused(rank: int, world_size: int) -> None:
-    model = sharded_net(Opaque())
-    with pytest.raises(TypeError, match=r"unit 'Opaque'.*Closed"):
-        model(torch.randn(2, DIM))
 
 
 @multirank(2, timeout=15.0)

@@ -29,6 +29,20 @@ def read_by_program(depth: int) -> bool:
     )
 
 
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_DEPTH = 12  #: frames between an operation and the call of the function that it is a part of
+
+
+def inside_function() -> bool:
+    """Return whether the forward of a ``torch.autograd.Function`` runs the caller, a few calls further in."""
+    frame = sys._getframe(1)
+    for _ in range(_DEPTH):
+        if frame is None or frame.f_code is _APPLY:
+            return frame is not None
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def called_by_parameter() -> bool:
     """Return whether ``nn.Parameter(...)`` called. It expects ``detach`` to return the tensor's own class."""
     return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__

@@ -286,6 +286,8 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
     if visit is not None:
         marked = mark_outputs(visit, output, frame.entry)
         visit.returns |= marked
+        if not marked and visit.endless:
+            root.visits.hold(visit)
         visit.spans.append((frame.first_own, next_sequence_number()))
         visit.end = root.clock.tick()
         for stay in visit.guests:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from shardwright.engine.compat.autograd import in_backward, next_sequence_number
-from shardwright.engine.compat.modes import alone
+from shardwright.engine.compat.modes import alone, quick_attributes
 from shardwright.engine.model.backward import BACKWARD
 from shardwright.engine.model.calls import join_model
 from shardwright.engine.model.root import Root, root_of, roots
 from shardwright.engine.model.runs import Run
-from shardwright.engine.tensors.direct import asks_for_form, watch, whole
+from shardwright.engine.tensors.direct import asks_for_form, parameters_in, watch, whole
 from shardwright.engine.tensors.numbers.averaging import average, recipe_of
 from shardwright.engine.tensors.numbers.hooks import WholeGradient, register
 from shardwright.engine.tensors.parameter import plain_of, unit_of
@@ -32,6 +32,11 @@ from shardwright.engine.weights.lasting import lasting_kind
 def compute(function: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of a function of torch, computed with whole weights in the place of sharded parameters."""
     watch.used = True
+    with quick_attributes():
+        units = {unit: None for p in parameters_in(args, kwargs) if (unit := unit_of(p)) is not None}
+    for unit in units:  # first, because a model that is joined releases what its parts have gathered
+        if root_of(unit) is None:
+            join_model(unit, unit.watch.modules()[0])
     operation = _Operation(reads=not asks_for_form(function, args))
     args, kwargs = whole(args, kwargs, operation.full_of)
     entry = next_sequence_number()
@@ -79,7 +84,8 @@ class _Operation:
         unit: Unit = unit_of(sharded)
         if self._reads and unit not in self._runs:
             _refuse_transforms(unit)
-            root = root_of(unit) or join_model(unit, unit.watch.modules()[0])
+            root = root_of(unit)
+            assert root is not None
             with alone(root.device):
                 self._runs[unit] = _gather(unit, root)
         place = next(i for i, p in enumerate(unit.parameters) if p.sharded is sharded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 
 from shardwright.engine.base.clock import Clock
 from shardwright.engine.base.visit import Frame, Listener, Visit
@@ -18,7 +19,7 @@ class Visits:
         open: visits whose backward runs.
     """
 
-    __slots__ = ("_clock", "_made", "_of_call", "_order", "frames", "open")
+    __slots__ = ("_clock", "_made", "_of_call", "_order", "_unmarked", "frames", "open")
 
     def __init__(self, clock: Clock, order: Order) -> None:
         self._clock = clock
@@ -27,6 +28,7 @@ class Visits:
         self.open: list[Visit] = []
         self._of_call: dict[int, Visit] = {}  #: by unit
         self._made: list[weakref.ref[Visit]] = []  #: of forwards
+        self._unmarked: deque[Visit] = deque(maxlen=256)  #: which no node of a graph holds
 
     def of(self, unit: Unit, listener: Listener, recomputing: bool) -> Visit:
         """The visit of ``unit`` in this root call. A recomputed call is a separate visit, without a place in the
@@ -39,6 +41,10 @@ class Visits:
             self._of_call[unit.number] = visit
             self._made.append(weakref.ref(visit))
         return visit
+
+    def hold(self, visit: Visit) -> None:
+        """Hold the visit of a call without marks in the graph, which otherwise nothing would hold."""
+        self._unmarked.append(visit)
 
     def called(self) -> list[Visit]:
         """The visits of calls whose graphs exist."""

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.compat.callers import read_by_program
+from shardwright.engine.compat.autograd import saves_for_checkpoint
+from shardwright.engine.compat.callers import called_by_parameter, inside_function, read_by_program
 from shardwright.engine.compat.dtensor import subclasses_dispatch
 from shardwright.engine.compat.modes import (
     UnsupportedOperatorException,
@@ -29,7 +30,7 @@ from shardwright.engine.compat.modes import (
 from shardwright.engine.compat.tensors import set_class, tree_leaves
 from shardwright.engine.tensors.parameter import Managed, RaggedParameter, ShardedParameter, unit_of
 from shardwright.engine.tensors.same_object import acting_classes
-from shardwright.engine.tensors.sharded import NotGathered, Sharded
+from shardwright.engine.tensors.sharded import Attempt, NotGathered, Sharded
 
 Compute = Callable[[Any, Any, Any], Any]
 
@@ -51,6 +52,10 @@ _OF_GRAPH = {
 }  # fmt: skip
 #: Functions that only ask their other arguments for a shape, dtype or device.
 _LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
+#: Functions that make a tensor with the form of another.
+_NEW = {
+    "zeros_like", "empty_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones", "new_full",
+}  # fmt: skip
 #: torch's words where it refuses a sharded tensor beside a plain one, on versions that do not call our classes.
 _MIXED = "mixed torch.Tensor and DTensor"
 
@@ -124,6 +129,8 @@ def _see(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return function(*args, **kwargs)
         if type(function) is _ATTRIBUTE and function not in _OPERATIONS:
             return function(_as_shown(args[0]) if function in _FORM else args[0], *args[1:])
+        if name == "detach" and called_by_parameter():
+            _forget(args[0])  # ``nn.Parameter(...)`` expects the class of a tensor that nothing watches
         needs_whole, result = _on_parts(function, args, kwargs)
     if not needs_whole:
         return result
@@ -156,23 +163,35 @@ def _on_parts(function: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     running = any(watch.runs(unit) for unit in _units(ours))
     writes = _writes(function, args, kwargs)
     same_elements = function in _OPERATIONS or getattr(function, "__name__", "") in _SAME_ELEMENTS
-    if running and not writes and _meets_others(leaves, ours):
+    if not writes and (running or saves_for_checkpoint()) and _meets_others(leaves, ours):
+        return True, None  # a checkpoint would keep what an attempt with parts saves
+    if _makes_buffer(function, args) and not torch.is_grad_enabled() and (running or inside_function()):
         return True, None
+    if writes and not isinstance(args[0], Managed) and _meets_others([t for t in leaves if t.dim()], ours):
+        raise NotGathered(
+            f"{getattr(function, '__name__', function)} writes this rank's own data into a tensor that was computed "
+            "from a sharded parameter, of which this rank has only a part. Make the tensor from a shape, as by "
+            "torch.zeros(weight.shape), or write `new = old + data`."
+        )
     try:
+        Attempt.running = not writes
         result = function(*args, **kwargs)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         refused = isinstance(error, (NotGathered, NotImplementedError)) or _MIXED in str(error)
         refused |= torch.is_inference_mode_enabled()  # where torch makes no views of sharded tensors
-        if not writes and (running or (refused and (same_elements or _meets_others(leaves, ours)))):
+        needed = same_elements or torch.is_inference_mode_enabled() or _meets_others(leaves, ours)
+        if not writes and (running or (refused and needed)):
             return True, None
         raise
+    finally:
+        Attempt.running = False
     if running and args and result is args[0] and not writes and _computes_in_other_dtype(result):
         return True, None  # such as ``weight.float()``: nothing to do for the parts, and a cast of the whole
     if writes:
         for t in ours:
-            t.__dict__.pop(HOW, None)  # it no longer is what was computed
+            _forget(t)  # it no longer is what was computed
     elif running or (getattr(function, "__name__", "") not in _KEEPS and function != _DATA):
         _note(function, args, kwargs, result, ours, leaves)
     return False, result
@@ -183,7 +202,13 @@ _FUNCTION = staticmethod(_see)
 
 def asks_for_form(function: Any, args: Any) -> bool:
     """Return whether a function asks a sharded parameter only for its shape, dtype or device."""
-    return getattr(function, "__name__", "") in _LIKE and bool(args) and not is_watched(args[0])
+    like = getattr(function, "__name__", "") in _LIKE and bool(args) and not is_watched(args[0])
+    return like or _makes_buffer(function, args)
+
+
+def _makes_buffer(function: Any, args: Any) -> bool:
+    """Return whether a function makes a tensor of a weight's form, as for a gradient that it adds up itself."""
+    return getattr(function, "__name__", "") in _NEW and bool(args) and is_watched(args[0])
 
 
 def is_watched(tensor: torch.Tensor) -> bool:
@@ -263,6 +288,12 @@ def _note(
             set_class(each, _watched_class(type(each)))
 
 
+def _forget(tensor: torch.Tensor) -> None:
+    """Forget how a tensor was computed."""
+    if tensor.__dict__.pop(HOW, None) is not None:
+        set_class(tensor, type(tensor).__bases__[0])
+
+
 def _chosen(function: Any, place: int, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)[place]
 
@@ -276,6 +307,17 @@ def _watched_class(kind: Any) -> Any:
     return made
 
 
+def parameters_in(args: Any, kwargs: Any) -> list[Any]:
+    """Return the sharded parameters among arguments, and those from which tensors among them were computed."""
+    found: list[Any] = []
+    for t in tree_leaves((args, kwargs)):
+        if isinstance(t, torch.Tensor):
+            how = t.__dict__.get(HOW)
+            found += [t] if how is None and isinstance(t, Managed) else []
+            found += parameters_in(how.args, how.kwargs) if how is not None else []
+    return found
+
+
 def whole(args: Any, kwargs: Any, full_of: Callable[[Any], torch.Tensor]) -> tuple[Any, Any]:
     """Return the arguments with whole weights instead of sharded parameters and of what was computed from them.
 
@@ -285,6 +327,11 @@ def whole(args: Any, kwargs: Any, full_of: Callable[[Any], torch.Tensor]) -> tup
     def exchange(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             how = value.__dict__.get(HOW)
+            if how is not None and value.grad_fn is not None and not how.with_graph:
+                with (
+                    quick_attributes()
+                ):  # an output of a torch.autograd.Function, whose graph the record does not have
+                    return value.full_tensor()  # type: ignore[attr-defined]
             if how is not None:
                 return again(how)
             return full_of(value) if isinstance(value, Managed) and unit_of(value) is not None else value

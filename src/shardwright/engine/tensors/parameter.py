@@ -22,6 +22,7 @@ from shardwright.engine.compat.callers import (
     called_by_compiler,
     called_by_parameter,
     called_by_split_backward,
+    called_by_stager,
 )
 from shardwright.engine.compat.dtensor import local_of
 from shardwright.engine.compat.modes import dispatches
@@ -86,6 +87,8 @@ class Managed(Sharded):
             unit.assign_data(self, value)
 
     def data_ptr(self) -> int:
+        if called_by_stager():
+            return 0
         unit = unit_of(self)
         if unit is not None and unit.root is not None and unit.root.caller is not None:
             raise RuntimeError(
@@ -93,7 +96,7 @@ class Managed(Sharded):
                 "while a call of the model runs outside of that unit. This rank has only a part of the parameter. "
                 "Call the kernel inside the forward of the unit's module."
             )
-        return super().data_ptr()
+        return self._local_tensor.data_ptr()
 
     def detach(self) -> torch.Tensor:
         alias = super().detach()

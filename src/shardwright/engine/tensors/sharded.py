@@ -26,6 +26,12 @@ class NotGathered(RuntimeError):
     """An operation needs whole weights, and their unit is not gathered."""
 
 
+class Attempt:
+    """Whether an operation is attempted on parts that gets whole weights if it needs them (``direct.py``)."""
+
+    running = False
+
+
 class Sharded(torch.Tensor):
     """A tensor of global shape of which this rank has a part: the base of ``ShardedTensor`` and ``RaggedTensor``."""
 

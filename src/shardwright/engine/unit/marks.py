@@ -23,6 +23,7 @@ from shardwright.engine.compat.autograd import next_sequence_number, sequence_nu
 from shardwright.engine.compat.dtensor import waited
 from shardwright.engine.compat.fully_shard import SHARDED_MARKS
 from shardwright.engine.compat.tensors import is_view
+from shardwright.engine.tensors.direct import is_watched
 from shardwright.engine.unit.containers import refuse_cycle, with_items, with_values
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
@@ -110,7 +111,7 @@ def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, bool, i
     tensors: dict[int, torch.Tensor] = {}  # a tensor that occurs twice stays one tensor
 
     def find(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
+        if tensor.requires_grad and not is_watched(tensor):  # a mark would hide how it was computed
             tensors[id(tensor)] = tensor
         return tensor
 

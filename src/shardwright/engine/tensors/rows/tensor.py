@@ -75,7 +75,7 @@ from shardwright.engine.tensors.rows.partial import (
     whole_number,
     with_neutral,
 )
-from shardwright.engine.tensors.sharded import BESIDE_PLAIN, NotGathered, Sharded
+from shardwright.engine.tensors.sharded import BESIDE_PLAIN, Attempt, NotGathered, Sharded
 
 _aten = torch.ops.aten
 _detach = _aten.detach.default
@@ -556,7 +556,13 @@ def _beside_plain(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
     sharded = [t for t in tree_leaves((args, kwargs)) if isinstance(t, ShardedTensor)]
     dtypes = [gathered_dtype(t.__dict__.get(EDITED, local_of(t))) for t in sharded]
     written = any(isinstance(t, DTensor) for t, _ in written_arguments(func, args, kwargs))
-    if None in dtypes or written or func.namespace != "aten" or not all(map(is_real, sharded)):
+    if (
+        Attempt.running
+        or None in dtypes
+        or written
+        or func.namespace != "aten"
+        or not all(map(is_real, sharded))
+    ):
         _refuse_mixed(func, tree_leaves((args, kwargs)), error)
     for t, dtype in zip(sharded, dtypes, strict=True):
         t.__dict__[BESIDE_PLAIN] = dtype
