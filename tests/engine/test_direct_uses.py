@@ -314,6 +314,33 @@ def test_an_edit_between_a_part_and_its_use_is_refused(rank: int, world_size: in
         torch.ones(2, DIM) @ scaled
 
 
+class Drawing(nn.Module):
+    """Uses one draw of a mask twice, and a weight after more steps than are computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def units(self) -> list[nn.Module]:
+        return [self.layer]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = F.dropout(self.layer.self_attn.q_proj.weight, 0.5)
+        deep = self.layer.self_attn.k_proj.weight
+        for _ in range(120):
+            deep = deep * 0.99
+        return x @ mask - x @ mask + x @ deep
+
+
+@multirank(2)
+def test_random_and_deep_functions_of_weights(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = Drawing()
+    model = shard(copy.deepcopy(plain), {}, {})
+    x = data(rank, 0)[1]
+    torch.testing.assert_close(model(x), plain(x))
+
+
 @multirank(2)
 def test_kernels_get_no_part_of_a_weight(rank: int, world_size: int) -> None:
     model = shard(Towers(), {}, {})

@@ -56,6 +56,12 @@ _LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 _NEW = {
     "zeros_like", "empty_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones", "new_full",
 }  # fmt: skip
+#: Functions that draw numbers. Computed again, they would draw others.
+_RANDOM = {
+    "dropout", "alpha_dropout", "feature_alpha_dropout", "bernoulli", "multinomial", "rand_like", "randn_like",
+    "randint_like", "rrelu", "gumbel_softmax",
+}  # fmt: skip
+_DEEPEST = 50  #: steps from parameters to a tensor that are computed again
 #: torch's words where it refuses a sharded tensor beside a plain one, on versions that do not call our classes.
 _MIXED = "mixed torch.Tensor and DTensor"
 
@@ -70,6 +76,7 @@ class How(NamedTuple):
     args: Any
     kwargs: Any
     with_graph: bool
+    depth: int  #: steps from the parameters
     versions: list[int]  #: of the sharded tensors among the arguments, whose later edits it does not see
 
 
@@ -162,14 +169,17 @@ def _on_parts(function: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     ours = [t for t in leaves if is_watched(t)]
     running = any(watch.runs(unit) for unit in _units(ours))
     writes = _writes(function, args, kwargs)
-    same_elements = function in _OPERATIONS or getattr(function, "__name__", "") in _SAME_ELEMENTS
+    name = getattr(function, "__name__", "")
+    same_elements = function in _OPERATIONS or name in _SAME_ELEMENTS
+    if running and ours and (name in _RANDOM or _depth(ours) >= _DEEPEST):
+        return True, None
     if not writes and (running or saves_for_checkpoint()) and _meets_others(leaves, ours):
         return True, None  # a checkpoint would keep what an attempt with parts saves
     if _makes_buffer(function, args) and not torch.is_grad_enabled() and (running or inside_function()):
         return True, None
     if writes and not isinstance(args[0], Managed) and _meets_others([t for t in leaves if t.dim()], ours):
         raise NotGathered(
-            f"{getattr(function, '__name__', function)} writes this rank's own data into a tensor that was computed "
+            f"{name} writes this rank's own data into a tensor that was computed "
             "from a sharded parameter, of which this rank has only a part. Make the tensor from a shape, as by "
             "torch.zeros(weight.shape), or write `new = old + data`."
         )
@@ -192,7 +202,7 @@ def _on_parts(function: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     if writes:
         for t in ours:
             _forget(t)  # it no longer is what was computed
-    elif running or (getattr(function, "__name__", "") not in _KEEPS and function != _DATA):
+    elif running or (name not in _KEEPS and function != _DATA and _depth(ours) < _DEEPEST):
         _note(function, args, kwargs, result, ours, leaves)
     return False, result
 
@@ -214,6 +224,11 @@ def _makes_buffer(function: Any, args: Any) -> bool:
 def is_watched(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a sharded parameter of a unit, or was computed from some."""
     return isinstance(tensor, Managed) or HOW in tensor.__dict__
+
+
+def _depth(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the most steps by which one of these tensors was computed from parameters."""
+    return max((how.depth for t in tensors if (how := t.__dict__.get(HOW)) is not None), default=0)
 
 
 def versions_of(tensors: Sequence[Any]) -> list[int]:
@@ -284,7 +299,9 @@ def _note(
             continue
         if each.dim() or numbers:
             chosen = functools.partial(_chosen, function, place) if each is not result else function
-            each.__dict__[HOW] = How(chosen, args, kwargs, torch.is_grad_enabled(), versions_of(ours))
+            each.__dict__[HOW] = How(
+                chosen, args, kwargs, torch.is_grad_enabled(), _depth(ours) + 1, versions_of(ours)
+            )
             set_class(each, _watched_class(type(each)))
 
 
