@@ -42,7 +42,8 @@ WAYS = (
 )  # fmt: skip
 #: GRU asks for the stored dtype of its weights in C++; a function of the program has no rule for autocast.
 NOT_A_CASE = {
-    ("kinds of modules", "bfloat16"), ("own function", "autocast"), ("reentrant towers", "twice backward"),
+    ("kinds of modules", "bfloat16"), ("own function", "autocast"), ("gradient in a buffer", "autocast"),
+    ("gradient in a buffer", "bfloat16"), ("reentrant towers", "twice backward"),
     ("kinds of modules", "evaluated"),  # attention in eval has another kernel for plain tensors
 }  # fmt: skip
 ROWS = select(

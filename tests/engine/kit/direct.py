@@ -274,6 +274,53 @@ class OwnFunction(nn.Module):
         return x
 
 
+class Queries(nn.Module):
+    """BLIP-2's shape: a parameter of the root is an input of a unit, outside of the root's call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.queries = nn.Parameter(torch.randn(3, DIM) / 4)
+
+    def units(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def forward(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x)
+
+
+class Twice(torch.autograd.Function):
+    """A function of a weight alone, as a straight-through estimator is."""
+
+    @staticmethod
+    def forward(ctx: Any, w: torch.Tensor) -> torch.Tensor:
+        return 2 * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 3 * gradient
+
+
+class InChunks(torch.autograd.Function):
+    """A loss that adds up the gradient of a weight in a buffer of its own, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        gradients, of_weight, total = [], torch.zeros_like(w), h.new_zeros(())
+        for part in h.flatten(0, 1).chunk(3):
+            logits = part @ w.t()
+            total += logits.pow(2).sum()
+            gradients.append(2 * logits @ w)
+            of_weight += 2 * logits.t() @ part
+        ctx.save_for_backward(torch.cat(gradients).view_as(h), of_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        of_h, of_weight = ctx.saved_tensors
+        return gradient * of_h, gradient * of_weight
+
+
 @dataclass(frozen=True)
 class Program:
     """A kind of model, and the loss of its output."""
@@ -301,6 +348,19 @@ def layer_by_itself(model: Any, output: torch.Tensor, target: torch.Tensor) -> t
     return model.layers[1].attend(output).float().pow(2).mean()
 
 
+def queried(model: Any, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    answers = model.layers[1](model.queries.expand(len(output), -1, -1))
+    return (output.mean(1) * answers.mean(1)).float().pow(2).mean()
+
+
+def doubled(model: Any, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.linear(output, Twice.apply(model.lm_head.weight)).float().pow(2).mean()
+
+
+def in_chunks(model: Any, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return InChunks.apply(output, model.lm_head.weight) / 90
+
+
 PROGRAMS: dict[str, Program] = {
     "towers": Program(Towers),
     "checkpointed towers": Program(CheckpointedTowers),
@@ -315,6 +375,9 @@ PROGRAMS: dict[str, Program] = {
     "captured": Program(Captured),
     "a part after forward": Program(FusedLoss, layer_by_itself),
     "own function": Program(OwnFunction),
+    "queries": Program(Queries, queried),
+    "function of a weight": Program(FusedLoss, doubled),
+    "gradient in a buffer": Program(FusedLoss, in_chunks),
 }
 
 

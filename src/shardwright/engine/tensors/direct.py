@@ -39,10 +39,11 @@ _DATA = getattr(torch.Tensor, "data").__get__  # noqa: B009
 #: Attributes that are operations.
 _OPERATIONS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data")}
 _FORM = {getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "is_cuda", "is_cpu")}
-#: Functions whose result has the elements of their first argument, in another shape or dtype.
+#: Functions whose results have elements of their first argument, in another shape or dtype.
 _SAME_ELEMENTS = {
     "T", "mT", "H", "mH", "data", "t", "transpose", "permute", "movedim", "view", "reshape", "flatten", "unflatten",
     "squeeze", "unsqueeze", "contiguous", "detach", "to", "type", "float", "double", "half", "bfloat16", "view_as",
+    "expand", "expand_as", "broadcast_to", "repeat", "chunk", "split", "narrow", "select", "unbind", "__getitem__",
 }  # fmt: skip
 #: Functions with which programs keep values, as for a checkpoint. While no call runs, their results are not noted.
 _KEEPS = {"detach", "clone", "cpu", "data"}
