@@ -15,7 +15,7 @@ from shardwright.engine.base.visit import Visit
 from shardwright.engine.model.root import roots
 
 #: After so many nodes the search ends. A graph with more nodes outside of units is mostly that of no unit.
-_MOST = 20_000
+_MOST = 5_000
 
 
 def mark_kept(tensors: Iterable[Any]) -> None:
