@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_frozen = False  #: whether a context of `one_collection` has ended since the last `search_all`
+
 
 @contextmanager
 def without_collections() -> Iterator[None]:
@@ -30,10 +32,14 @@ def one_collection() -> Iterator[None]:
     with without_collections():
         yield
     gc.collect()
-    if not gc.get_freeze_count():
+    global _frozen
+    if not _frozen:  # Python would count all frozen objects to tell
         gc.freeze()
+        _frozen = True
 
 
 def search_all() -> None:
     """Let Python look for cycles among all objects again, after contexts of `one_collection`."""
+    global _frozen
     gc.unfreeze()
+    _frozen = False
