@@ -57,7 +57,7 @@ def test_a_record_of_another_form_does_not_end_the_thread_that_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beat = heartbeat.open_heartbeat(0, 1, tmp_path)
-    monkeypatch.setattr(evidence, "flight_entries", lambda: [{"process_group": []}])
+    monkeypatch.setattr("shardwright.engine.compat.flight_entries", lambda: [{"process_group": []}])
     evidence.note_flights(beat)
     assert HeartbeatReader(beat).look().flights == ()
     heartbeat.close_heartbeat()

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.engine import heartbeat
-from shardwright.engine.compat import flight_entries, ranks_by_group_name
 from shardwright.watching.diagnosis import Diagnosis
 from shardwright.watching.reading import RUNS, HeartbeatReader, Seen, in_words
 
@@ -196,14 +195,16 @@ def note_flights(beat: heartbeat.Heartbeat) -> None:
     Copies nothing if a record has another form, or a group ends meanwhile: without the thread that calls this, the rank
     would look as if something held its interpreter.
     """
+    # Imported here, because the launcher, which reads evidence, has no engine.
+    from shardwright.engine.compat import flight_entries, ranks_by_group_name
+
     with suppress(LookupError, TypeError, ValueError, RuntimeError):
         entries = flight_entries()
         if entries is not None:
-            _note(beat, entries)
+            _note(beat, entries, ranks_by_group_name())
 
 
-def _note(beat: heartbeat.Heartbeat, entries: list[dict[str, Any]]) -> None:
-    ranks = ranks_by_group_name()
+def _note(beat: heartbeat.Heartbeat, entries: list[dict[str, Any]], ranks: dict[str, Any]) -> None:
     counts: dict[str, int] = {}
     flights: list[tuple[str, str, int, float]] = []
     for entry in entries:
