@@ -19,7 +19,7 @@ from shardwright.checkpoint.save.plan import SavePlan
 from shardwright.checkpoint.storage.locations import store_of
 from shardwright.engine import RankGroup
 from shardwright.engine.compat import absent_ranks
-from shardwright.planner import SAVE, VALIDATION, Program, as_json, judge, known_devices
+from shardwright.planner import SAVE, VALIDATION, Program, as_values, judge, known_devices
 from shardwright.train.config import Config
 from shardwright.train.config.plans.cache_key import cache_key
 from shardwright.train.extend import TrainerHook
@@ -200,7 +200,7 @@ def test_the_phases_of_a_verdict_and_the_host_of_a_save() -> None:
     # Weights and two moments in float32; tables of positions are no part of a checkpoint.
     exact = 3 * plain.exact["optimizer"] / 2
     assert exact <= staged.host["staging"] <= exact + (3 << 20)
-    assert json.loads(as_json(staged))["phases"][SAVE]["host_bytes"] == staged.host["staging"]
+    assert as_values(staged)["phases"][SAVE]["host_bytes"] == staged.host["staging"]
     assert str(staged).splitlines()[-2].startswith("host")
 
 
