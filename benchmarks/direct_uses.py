@@ -10,6 +10,7 @@ that of GLM-4V another, and a loss that takes the output layer's weight after th
 
 from __future__ import annotations
 
+import atexit
 import copy
 import warnings
 from collections.abc import Callable
@@ -50,11 +51,11 @@ def outcome(name: str, fully_shard: Callable[[Any], Any]) -> str:
 def main() -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
+    atexit.register(dist.destroy_process_group)
     for name in PROGRAMS:
         ours, theirs = outcome(name, sw.fully_shard), outcome(name, fsdp2.fully_shard)
         if dist.get_rank() == 0:
             print(f"{name:20}  shardwright {ours:8}  FSDP2 {theirs}", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
