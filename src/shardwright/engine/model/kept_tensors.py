@@ -14,7 +14,7 @@ from typing import Any
 from shardwright.engine.base.visit import Visit
 from shardwright.engine.model.root import roots
 
-#: After so many nodes the search ends. A graph with more nodes outside of units is mostly that of no unit.
+#: The search ends after this number of nodes, so that a graph with many nodes outside of units costs little time.
 _MOST = 5_000
 
 

@@ -78,7 +78,7 @@ class Runs:
             self._seen.append(number)
 
     def ends_with_last(self, run: Run) -> bool:
-        """Whether a run ends with its last use, as far as the last root call tells."""
+        """Return whether the last root call released the unit after this use. False if the order of uses has changed."""
         place = run.place
         if self._guesses() and place < len(self._expected) and self._expected[place] == self._seen[place]:
             return self._ends[place]
