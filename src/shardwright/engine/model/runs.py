@@ -78,7 +78,7 @@ class Runs:
             self._seen.append(number)
 
     def ends_with_last(self, run: Run) -> bool:
-        """Return whether the last root call released the unit after this use. False if the order of uses has changed."""
+        """Return whether the run ends with its last use, as in the last root call. False after a change of order."""
         place = run.place
         if self._guesses() and place < len(self._expected) and self._expected[place] == self._seen[place]:
             return self._ends[place]
